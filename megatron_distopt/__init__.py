@@ -1,8 +1,8 @@
 """A better distributed optimizer (ZeRO stage 1) for Megatron forks, for megatron-core, and for any
 torch module.
 
-Importing this package is free: torch, apex, deepspeed, transformer_engine and megatron are imported
-when they are used.
+Importing this package is fast: torch, apex, deepspeed, transformer_engine and megatron are imported
+only when they are used.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _LAZY = {
 
 
 def _check_torch() -> None:
-    """Refuses a torch that is too old, without importing it. One that was built in place has no
-    metadata."""
+    """Refuses a torch that is too old, without importing it. A torch that was built in place has no
+    metadata and is not checked."""
     try:
         installed = metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -63,8 +63,8 @@ def _check_torch() -> None:
     if all(map(str.isdecimal, number)) and tuple(map(int, number)) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         raise ImportError(
-            f"torch is {installed}, and must be at least {oldest}. Type: pip install "
-            f"'torch>={oldest}'"
+            f"torch is {installed}, but megatron_distopt needs at least {oldest}. Run pip install "
+            f"'torch>={oldest}'."
         )
 
 
@@ -79,6 +79,6 @@ def __getattr__(name: str) -> object:
     except ImportError as error:
         if ".megatron_2023." not in _LAZY[name]:
             raise
-        # Patchers ask every loaded module for a class of this name, also where there is no such
-        # host, and expect no other error.
+        # Patchers look for a class of this name in every loaded module, even without such a host,
+        # and expect only AttributeError.
         raise AttributeError(f"{__name__}.{name} needs a Megatron of 2023: {error}") from error

@@ -7,7 +7,7 @@ from megatron_distopt.plugin.runner import main
 if __name__ == "__main__":
     try:
         main()
-    # of which Python says nothing to what runs at the exit, unlike of other exceptions
+    # Functions that run at exit read sys.last_value, which Python does not set for SystemExit.
     except SystemExit as error:
         if error.code:
             sys.last_value = error

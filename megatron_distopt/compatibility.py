@@ -1,8 +1,8 @@
-"""Which features exclude each other, and what to do instead: one table, which all hosts ask before
-training starts.
+"""Which features exclude each other, and what to do instead: one table, which all hosts check
+before training starts.
 
-A feature is something that an option, a param or the host asks for. What a run has of them is a
-mapping from features to the words in which the user asked, such as `{Feature.OFFLOAD:
+A feature is something that an option, a param or the host asks for. The features of a run are a
+mapping from features to how the user asked for them, such as `{Feature.OFFLOAD:
 "offload_fraction=0.5"}`. Imports no torch.
 """
 
@@ -17,7 +17,7 @@ from megatron_distopt.errors import ConfigError
 
 
 class Feature(Enum):
-    """What excludes something else; the value describes it in docs/reference.md."""
+    """Features that exclude others. The value describes the feature in docs/reference.md."""
 
     # Options.
     OFFLOAD = "`offload_fraction` above 0"
@@ -32,14 +32,16 @@ class Feature(Enum):
     NO_AVERAGES = "no `ema_decay`"
     AVERAGED_EVALUATION = "`ema_eval`"
     # The inner optimizer.
-    WHOLE_PARAMS = "an inner optimizer of whole matrices or params: Muon, or a class like Adafactor"
+    WHOLE_PARAMS = (
+        "an inner optimizer that updates whole matrices or params: Muon, or a class like Adafactor"
+    )
     NOT_ADAM = "an inner optimizer other than Adam and AdamW"
     NOT_MUON = "an `optimizer` other than muon"
     HOSTS_MUON = "megatron-core's own `--optimizer muon`"
     NO_HOST_KERNEL = "an inner optimizer other than torch's Adam and SGD"
     # Params and gradients.
     FP16_PARAMS = "fp16 params"
-    ONLY_FP32_PARAMS = "a model of fp32 params alone"
+    ONLY_FP32_PARAMS = "a model with only fp32 params"
     SHORT_GRADS = "gradients that are kept in 16 bits"
     # Calls and the host.
     TORCH_FORMAT = (
@@ -54,23 +56,23 @@ class Feature(Enum):
     FORK_EXPERTS = "experts in a Megatron of 2023"
     OWN_LOOP = "a training loop of your own with plain torch"
     PER_RANK_FILES = "a Megatron of 2023 that saves per-rank files (23.04)"
-    PARAM_READERS = "a flag with which a Megatron of 2023 reads params outside of a forward pass"
+    PARAM_READERS = "a flag that makes a Megatron of 2023 read params outside of a forward pass"
 
 
 _FP32_STATE = (
     "Leave main_params_dtype, exp_avg_dtype and exp_avg_sq_dtype at float32, or use AdamW."
 )
-_OWN_FILES = "Call save(folder) and load(folder) of the optimizer."
+_OWN_FILES = "Call optimizer.save(folder) and optimizer.load(folder) instead."
 
-#: What a feature excludes, and a sentence about what to do instead.
+#: By feature, the features that it excludes, and what to do instead.
 EXCLUSIONS: dict[Feature, dict[Feature, str]] = {
     Feature.WHOLE_PARAMS: {
         Feature.OFFLOAD: "Leave offload_fraction out, or use AdamW.",
         Feature.LOW_PRECISION: _FP32_STATE,
-        Feature.GATHERED_FORMAT: "Leave checkpoint_format out: a gathered file has room for Adam's "
-        "moments alone.",
-        Feature.TORCH_FORMAT: f"{_OWN_FILES} A framework must not save or load the optimizer by "
-        "itself: see docs/whole_params.md.",
+        Feature.GATHERED_FORMAT: "Leave checkpoint_format out: a gathered file can hold only "
+        "Adam's moments.",
+        Feature.TORCH_FORMAT: f"{_OWN_FILES} A framework must not save or load the optimizer "
+        "itself, see docs/whole_params.md.",
         Feature.HOST_BOXES: f"{_OWN_FILES} With Megatron-LM's training script, write --ckpt-format "
         "torch.",
         Feature.MOVED_STATE: "Keep the state where it is, or use Adam.",
@@ -82,25 +84,24 @@ EXCLUSIONS: dict[Feature, dict[Feature, str]] = {
     },
     Feature.ONLY_FP32_PARAMS: {
         Feature.OFFLOAD: "Train in bf16, or leave offload_fraction out: fp32 params are their own "
-        "main params, which stay."
+        "main params and stay on the device."
     },
     Feature.FP16_PARAMS: {
         Feature.BF16_MAIN_PARAMS: "Write main_params_dtype=float32.",
-        Feature.NO_LOSS_SCALE: "Write loss_scale='dynamic'; in a Megatron start with --fp16 or "
+        Feature.NO_LOSS_SCALE: "Write loss_scale='dynamic', or in a Megatron --fp16 or "
         "--loss-scale 1024.",
     },
     Feature.SHORT_GRADS: {
-        Feature.REDUCE_DTYPE: "Leave reduce_dtype out, or keep gradients in fp32: "
-        "grads_in_fp32=True, or --accumulate-allreduce-grads-in-fp32 in a "
-        "Megatron."
+        Feature.REDUCE_DTYPE: "Leave reduce_dtype out, or keep gradients in fp32 with "
+        "grads_in_fp32=True, or in a Megatron with --accumulate-allreduce-grads-in-fp32."
     },
     Feature.MUON_OPTIONS: {
-        Feature.NOT_MUON: "Write optimizer=muon in a Megatron, or give the option to "
-        "torch.optim.Muon in plain torch.",
+        Feature.NOT_MUON: "In a Megatron write optimizer=muon. In plain torch give the option to "
+        "torch.optim.Muon.",
         Feature.HOSTS_MUON: "Use the host's --muon-* flags instead.",
     },
     Feature.AVERAGES: {
-        Feature.GATHERED_FORMAT: "Leave checkpoint_format out: a gathered file has no place for "
+        Feature.GATHERED_FORMAT: "Leave checkpoint_format out: a gathered file cannot hold "
         "averages.",
         Feature.PER_RANK_FILES: "Leave ema_decay out, or use a fork of Megatron-LM 23.06 or later.",
     },
@@ -110,12 +111,11 @@ EXCLUSIONS: dict[Feature, dict[Feature, str]] = {
     },
     Feature.PARAM_READERS: {Feature.OVERLAPPED_GATHER: "Leave one of the two out."},
     Feature.FORK_EXPERTS: {
-        Feature.GATHERED_FORMAT: "Leave checkpoint_format out: the fork's file has no place for "
-        "experts."
+        Feature.GATHERED_FORMAT: "Leave checkpoint_format out: the fork's file cannot hold experts."
     },
     Feature.FORK_BUCKETS: {
-        Feature.GATHERED_FORMAT: "Leave one of the two out: megatron-distopt convert --to gathered "
-        "makes the fork's file of our format."
+        Feature.GATHERED_FORMAT: "Leave one of the two out. megatron-distopt convert --to gathered "
+        "makes the fork's file from our format."
     },
 }
 
@@ -123,8 +123,8 @@ EXCLUSIONS: dict[Feature, dict[Feature, str]] = {
 def check_compatible(
     config: DistOptConfig, others: Mapping[Feature, str] = MappingProxyType({})
 ) -> None:
-    """Refuses two features that exclude each other; `others` are asked for in addition to options,
-    in these words."""
+    """Refuses two features that exclude each other. `others` are features in addition to those of
+    `config`, with their descriptions for the error."""
     found = {**_features_of(config), **others}
     for feature, excluded in EXCLUSIONS.items():
         for other, instead in excluded.items():

@@ -1,8 +1,8 @@
-"""What a user can choose, checked where it is written down. Imports no torch.
+"""The options that a user can set, and their checks. Imports no torch.
 
-[Note: who wins] Code over a flag over an environment variable over the default. So a config
-remembers in `explicit` which options were given, also where the value is the default. Flags do not
-change what code gave, and variables do not change what code or a flag gave.
+[Note: who wins] Code wins over a flag, a flag over an environment variable, and that over the
+default. So a config remembers in `explicit` which options were given, even if the value is the
+default. Flags do not change what code gave, and variables do not change what code or a flag gave.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ ADAM_SOURCES = (
     "deepspeed_cpu",
 )
 
-#: Names under which Adam runs: those, and ours for state in other precisions than fp32.
+#: Names of all implementations of Adam: those, and ours for state in precisions other than fp32.
 LOW_PRECISION = "low_precision"
 ADAM_NAMES = (*ADAM_SOURCES, LOW_PRECISION)
 
-#: In which a moment may be kept.
+#: Dtypes in which a moment may be kept.
 _MOMENT_DTYPES = ("float32", "bfloat16", "int8")
 
-#: Bounds of a loss scale: it is kept in fp32, where the next powers of two are infinite or lose
+#: Bounds of a loss scale. It is kept in fp32, where the next power of two is infinite or loses
 #: bits.
 LARGEST_SCALE = 2.0**127
 SMALLEST_SCALE = 2.0**-126
 
-#: Whether a host is repaired that cannot start for other reasons than its optimizer, see
-#: plugin/fixes.py. This is no option, because it is needed before the host and its parser are
+#: Whether to repair a host that cannot start for reasons other than its optimizer, see
+#: plugin/fixes.py. It is not an option, because it is read before the host and its parser are
 #: imported.
 FIXES_VARIABLE = f"{VARIABLE_PREFIX}FIXES"
 
@@ -63,25 +63,24 @@ _MODULE_AND_CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 class NonFinitePolicy(Enum):
-    """The choices for a gradient that is inf or nan where no dynamic loss scale can deal with
-    it."""
+    """What to do with a gradient that is inf or nan, unless a dynamic loss scale handles it."""
 
     #: Stop on all ranks with an error that names rank and params. The default.
     RAISE = "raise"
-    #: Leave params, moments and step counts as they are and go on.
+    #: Skip the step: params, moments and step counts stay as they are.
     SKIP = "skip"
-    #: Update all the same, after a warning: what the hosts do by themselves.
+    #: Update anyway, after a warning, as the hosts do.
     LOG = "log"
 
 
 class Switch(Enum):
     """The values of the environment variable MEGATRON_DISTOPT."""
 
-    #: Inert: the host's own optimizer runs, for A/B comparisons.
+    #: The host's own optimizer runs, for comparisons.
     OFF = "0"
-    #: Active where the host's flag asks for a distributed optimizer. The default.
+    #: Active if the host's flag asks for a distributed optimizer. The default.
     ON = "1"
-    #: As ON, and a run that does not use it is an error.
+    #: Like ON, but a run that does not use the package is an error.
     REQUIRE = "require"
 
 
@@ -90,7 +89,7 @@ _BETAS = Rule(
     lambda value: len(value) == 2 and all(0 <= v < 1 for v in value),
 )
 _LOSS_SCALE = Rule(
-    "dynamic, or a number from 2**-126 to 2**127",  # of which fp32 holds the inverse as well
+    "dynamic, or a number from 2**-126 to 2**127",  # fp32 holds their inverses, too
     lambda value: (
         value == "dynamic" if isinstance(value, str) else SMALLEST_SCALE <= value <= LARGEST_SCALE
     ),
@@ -114,7 +113,7 @@ def _remembers_given(config: type[_Config]) -> type[_Config]:
                 raise ConfigError(f"There is no option {name!r}. {meant}")
         original(self, **given)
         names = frozenset(given)
-        # `dataclasses.replace` gives all options: those that it changed are not the default
+        # `dataclasses.replace` gives all options; those that are not the default were given before
         if "explicit" in given:
             changed = (
                 name for name, each in OPTIONS.items() if getattr(self, name) != each.default
@@ -132,8 +131,7 @@ class DistOptConfig:
     """Options of the distributed optimizer. A Megatron fills in those that its own flags set.
 
     Raises:
-        ConfigError: an option that does not exist, a value of another type, or one that cannot
-            work.
+        ConfigError: for an option that does not exist, or a value that the option cannot have.
 
     Examples:
         >>> DistOptConfig(lr=3e-4, clip_grad=1.0).nonfinite
@@ -142,27 +140,27 @@ class DistOptConfig:
 
     adam: str = option(
         "auto",
-        "the implementation of Adam; auto is the best one for the device, and a named one that is "
-        "absent is an error",
+        "the implementation of Adam; auto is the best one that is installed for the device, and "
+        "naming one that is not installed is an error",
         one_of("auto", *ADAM_SOURCES),
     )
     optimizer: str = option(
         "adam",
-        "the inner optimizer; muon is Muon for the matrices of a Megatron's layers and Adam for "
-        "all else, module:Class is a torch.optim.Optimizer of your own that updates each element "
-        "or each param by itself",
+        "the inner optimizer; muon updates the matrices of a Megatron's layers with Muon and all "
+        "other params with Adam, module:Class is a torch.optim.Optimizer of your own that updates "
+        "each element or each param independently",
         one_of("adam", "sgd", "muon", "module:Class", pattern=_MODULE_AND_CLASS),
     )
     updates: str | None = option(
         None,
-        "what an optimizer class of your own updates by itself; none for a class of torch's, of "
-        "which it is known. elements: each element by its own gradient and state, so that each "
-        "rank updates its shard; params: each param as a whole, so that one rank updates it",
+        "what an optimizer class of your own updates independently; leave it out for a class of "
+        "torch's. elements: each element from its own gradient and state, so each rank updates its "
+        "shard; params: each param as a whole, so one rank updates it",
         one_of("elements", "params"),
     )
     accelerator: str = option(
         "auto",
-        "who names the device; auto is DeepSpeed where it is installed, else torch",
+        "the library that names the device; auto is DeepSpeed if it is installed, else torch",
         one_of("auto", "deepspeed", "torch"),
     )
     lr: float = option(1e-3, "learning rate", NOT_NEGATIVE, by_host=True)
@@ -171,44 +169,46 @@ class DistOptConfig:
         (0.9, 0.999), "decay rates of Adam's two moments", _BETAS, by_host=True
     )
     eps: float = option(
-        1e-8, "what Adam adds to the root of the second moment", NOT_NEGATIVE, by_host=True
+        1e-8,
+        "the number that Adam adds to the root of the second moment",
+        NOT_NEGATIVE,
+        by_host=True,
     )
     momentum: float = option(0.9, "momentum of SGD", NOT_NEGATIVE, by_host=True)
     muon_momentum: float = option(0.95, "momentum of Muon in a Megatron", NOT_NEGATIVE)
-    muon_nesterov: bool = option(True, "Nesterov's momentum for Muon in a Megatron")
+    muon_nesterov: bool = option(True, "Nesterov momentum for Muon in a Megatron")
     muon_ns_steps: int = option(
         5, "steps of Muon's Newton-Schulz iteration in a Megatron", at_least(1)
     )
     muon_adjust_lr: str = option(
         "match_rms_adamw",
-        "what Muon multiplies a Megatron's learning rate by; match_rms_adamw is 0.2 * "
-        "sqrt(max(rows, columns)), with which the rate of AdamW fits, original is sqrt(max(1, rows "
-        "/ columns))",
+        "the factor by which Muon multiplies a Megatron's learning rate; match_rms_adamw is 0.2 * "
+        "sqrt(max(rows, columns)), which suits a learning rate for AdamW, original is sqrt(max(1, "
+        "rows / columns))",
         one_of("match_rms_adamw", "original"),
     )
     muon_split: str = option(
         "qkv",
-        "which fused weights of a Megatron Muon takes for several matrices; qkv splits queries, "
-        "keys and values, all splits gate and up projection as well",
+        "the fused weights of a Megatron that Muon treats as several matrices; qkv splits queries, "
+        "keys and values, all also splits gate and up projections",
         one_of("none", "qkv", "all"),
     )
     muon_tp_mode: str = option(
         "duplicated",
-        "how tensor-parallel ranks orthogonalize a matrix that they share; duplicated gathers it, "
-        "with the result of one rank, distributed adds up products, blockwise takes each part for "
-        "a matrix of its own",
+        "how tensor-parallel ranks orthogonalize a matrix that is cut over them; duplicated "
+        "gathers it, so the result is that of one rank, distributed adds up products, blockwise "
+        "treats each part as a matrix of its own",
         one_of("duplicated", "distributed", "blockwise"),
     )
     decay: str = option(
         "decoupled",
-        "the weight decay of Adam; l2 adds it to the gradient, as torch's Adam does in some forks "
-        "off CUDA",
+        "the kind of Adam's weight decay; l2 adds it to the gradient, as torch's Adam does, which "
+        "some forks use on devices other than CUDA",
         one_of("decoupled", "l2"),
     )
     resume_step: int | None = option(
         None,
-        "the updates that the optimizer state of a checkpoint has seen, for a checkpoint that does "
-        "not say it",
+        "the number of updates in the optimizer state of a checkpoint that does not record it",
         at_least(0),
     )
     clip_grad: float = option(
@@ -218,28 +218,32 @@ class DistOptConfig:
         False, "count the zero elements of the gradient at every step", by_host=True
     )
     loss_scale: float | str | None = option(
-        None, "what the loss is multiplied by; fp16 params need one", _LOSS_SCALE, by_host=True
+        None,
+        "the factor by which the loss is multiplied; fp16 params need one",
+        _LOSS_SCALE,
+        by_host=True,
     )
     initial_loss_scale: float = option(
         2.0**16, "the dynamic loss scale of the first step", by_host=True
     )
-    min_loss_scale: float = option(1.0, "the least dynamic loss scale", by_host=True)
+    min_loss_scale: float = option(1.0, "the smallest dynamic loss scale", by_host=True)
     growth_interval: int = option(
         1000,
-        "steps without overflow after which the dynamic loss scale doubles",
+        "the number of steps without overflow after which the dynamic loss scale doubles",
         at_least(1),
         by_host=True,
     )
     hysteresis: int = option(
         2,
-        "overflows after which the dynamic loss scale is halved, counted from the last growth",
+        "the number of overflows since the last growth after which the dynamic loss scale is "
+        "halved",
         at_least(1),
         by_host=True,
     )
     nonfinite: str = option(
         "raise",
-        "what happens when a gradient is inf or nan and no dynamic loss scale deals with it: raise "
-        "stops all ranks, skip leaves the step out, log updates all the same",
+        "what to do when a gradient is inf or nan and no dynamic loss scale handles it: raise "
+        "stops all ranks, skip skips the step, log updates anyway",
         one_of(*(policy.value for policy in NonFinitePolicy)),
     )
     grads_in_fp32: bool = option(
@@ -249,56 +253,55 @@ class DistOptConfig:
     )
     main_params_dtype: str = option(
         "float32",
-        "how the main params of 16-bit params are kept; remainder is exact fp32 in 2 bytes beside "
-        "a bf16 param, bfloat16 rounds the param itself at random",
+        "how the main params of 16-bit params are stored; remainder stores the bits that a bf16 "
+        "param lacks, so it is exact fp32 in 2 more bytes, bfloat16 keeps none and rounds the "
+        "param stochastically",
         one_of("float32", "remainder", "bfloat16"),
     )
     exp_avg_dtype: str = option(
         "float32",
-        "how Adam's first moment is kept; int8 is a code of 8 bits with a scale for each block of "
-        "128 elements",
+        "how Adam's first moment is stored; int8 is a code of 8 bits with a scale for each block "
+        "of 128 elements",
         one_of(*_MOMENT_DTYPES),
     )
     exp_avg_sq_dtype: str = option(
         "float32",
-        "how Adam's second moment is kept; with int8 its root is kept",
+        "how Adam's second moment is stored; int8 stores its root",
         one_of(*_MOMENT_DTYPES),
     )
     offload_fraction: float = option(
         0.0,
-        "the part of the optimizer state of 16-bit params, by buckets, that the host keeps and "
-        "updates; 0 for none",
+        "the fraction of the optimizer state of 16-bit params, by whole buckets, that is kept and "
+        "updated in CPU memory; 0 for none",
         FRACTION,
     )
     ema_decay: float | None = option(
-        None, "decay of fp32 averages of the main params, such as 0.999", FRACTION
+        None, "the decay of fp32 averages of the main params, such as 0.999", FRACTION
     )
-    ema_eval: bool = option(
-        False, "a Megatron evaluates the averages of the params in place of the params"
-    )
+    ema_eval: bool = option(False, "evaluate the averages in place of the params in a Megatron")
     bucket_size: int | None = option(
         None,
-        "elements of a bucket; none for one a buffer, or where communication is overlapped for a "
-        "size that suits",
+        "the number of elements in a bucket; none for one bucket in each buffer, or with "
+        "overlapped communication for a suitable size",
         at_least(1),
     )
     reduce_dtype: str | None = option(
         None,
-        "the dtype in which fp32 gradients are communicated; they are added up in fp32. none for "
-        "fp32. With float32 each node adds up its own and sends the sum once; on one node that "
-        "changes nothing",
+        "the dtype in which fp32 gradients are communicated; they are always added up in fp32. "
+        "none for fp32. With float32 each node adds up its own gradients first and sends only the "
+        "sum; on one node that is the same as none",
         one_of("float32", "bfloat16", "float16"),
     )
     overlap_grad_reduce: bool | None = option(
         None,
-        "overlap the reduction of gradients with backward; auto where that is known to be safe, in "
-        "a Megatron of 2023. Your own loop needs yes, and no_sync() around all but the last "
-        "backward of a step",
+        "overlap the reduction of gradients with backward; auto overlaps it only in a Megatron of "
+        "2023, if that is known to be safe. Your own loop needs yes, and no_sync() around all but "
+        "the last backward of a step",
     )
     overlap_param_gather: bool = option(
         False,
         "overlap the gathering of params with the next forward; code that reads params outside of "
-        "a forward pass then calls finish_param_gather() of the optimizer first",
+        "a forward pass may then have to call finish_param_gather() of the optimizer first",
     )
     shared_memory: bool = option(
         True,
@@ -307,32 +310,34 @@ class DistOptConfig:
     )
     checkpoint_format: str = option(
         "distopt",
-        "the optimizer's files behind a host's own calls; distopt loads at any parallel size, "
-        "gathered is what a Megatron's own optimizer writes and reads",
+        "the format in which a host's own calls save the optimizer; distopt loads at any parallel "
+        "size, gathered is the file that a Megatron's own optimizer writes and reads",
         one_of("distopt", "gathered"),
     )
-    async_save: bool = option(False, "train on while a copy of the optimizer state is written")
+    async_save: bool = option(
+        False, "continue training while a copy of the optimizer state is written"
+    )
     protect_every: int | None = option(
         None,
-        "steps between two snapshots of the optimizer state in the memory of two nodes, from which "
-        "a run goes on after it lost one; none for no snapshots",
+        "the number of steps between two snapshots of the optimizer state, which are kept in the "
+        "memory of two nodes so that a run continues after it lost one; none for no snapshots",
         at_least(1),
     )
     protect_folder: str | None = option(
         None,
-        "where each node keeps them, in memory; none for a folder below /dev/shm named by "
-        "torchrun's --rdzv-id",
+        "the folder, in memory, in which each node keeps its snapshots; none for a folder below "
+        "/dev/shm named by torchrun's --rdzv-id",
     )
     protect_take: int | None = option(
         None,
-        "the step of a snapshot to go on from, although the checkpoints on disk were changed since "
-        "it was made; none where such a start is refused",
+        "the step of a snapshot from which to continue although the checkpoints on disk were "
+        "changed after it was made; none refuses such a start",
         at_least(0),
     )
     protect_timeout: float = option(
         20.0,
-        "seconds without a sign of life after which the other ranks of a protected run end, for "
-        "torchrun's restart",
+        "the number of seconds without a sign of life of a rank after which the other ranks of a "
+        "protected run exit, so that torchrun restarts them",
         Rule("a finite number of at least 1", lambda value: math.isfinite(value) and value >= 1),
     )
     #: Names of the options that were given, see [Note: who wins]; only `dataclasses.replace` passes
@@ -344,9 +349,9 @@ class DistOptConfig:
             object.__setattr__(self, name, declared.checked(getattr(self, name)))
         if not SMALLEST_SCALE <= self.min_loss_scale <= self.initial_loss_scale <= LARGEST_SCALE:
             raise ConfigError(
-                f"min_loss_scale is {self.min_loss_scale} and initial_loss_scale is "
-                f"{self.initial_loss_scale}. The first must be at least 2**-126 and at most the "
-                "second, which must be at most 2**127."
+                f"min_loss_scale is {self.min_loss_scale}, and initial_loss_scale is "
+                f"{self.initial_loss_scale}. Give min_loss_scale a number from 2**-126 to "
+                "initial_loss_scale, and initial_loss_scale one of at most 2**127."
             )
 
     @property
@@ -358,8 +363,8 @@ class DistOptConfig:
         return self.decay == "decoupled"
 
     def described(self) -> tuple[str, ...]:
-        """`name=value` of every option that all ranks must have alike; the memory of a node may lie
-        anywhere."""
+        """`name=value` of every option that must be equal on all ranks. Only `protect_folder` may
+        differ between nodes."""
         return tuple(
             f"{name}={getattr(self, name)!r}" for name in OPTIONS if name != "protect_folder"
         )
@@ -367,7 +372,7 @@ class DistOptConfig:
 
 #: All options, by name.
 OPTIONS = options_of(DistOptConfig)
-#: Names of those that a flag or an environment variable `MEGATRON_DISTOPT_*` sets.
+#: Names of the options that a flag or an environment variable `MEGATRON_DISTOPT_*` can set.
 FREE_OPTIONS = tuple(name for name, each in OPTIONS.items() if not each.by_host)
 DistOptConfig.__doc__ = "\n\n".join(
     [
@@ -379,15 +384,15 @@ DistOptConfig.__doc__ = "\n\n".join(
 
 
 def with_options(config: DistOptConfig, options: Mapping[str, Any]) -> DistOptConfig:
-    """Returns `config` with options that a function took as keywords; they count as given by
-    code."""
+    """Returns `config` with options that a function took as keywords; code has given them, see
+    [Note: who wins]."""
     return dataclasses.replace(config, explicit=config.explicit.union(options), **options)
 
 
 def config_from_environment(
     environ: Mapping[str, str], config: DistOptConfig | None = None
 ) -> DistOptConfig:
-    """Returns `config` with what MEGATRON_DISTOPT_* variables say about options that are not
+    """Returns `config` with the options that MEGATRON_DISTOPT_* variables set and that are not
     explicit in it."""
     given = {
         variable: value
@@ -400,12 +405,13 @@ def config_from_environment(
     for variable in given:
         if variable not in known:
             valid = ["MEGATRON_DISTOPT", *known, FIXES_VARIABLE]
-            # Without the prefix, which would make everything look alike.
+            # Compared without the prefix, which would make all names look alike.
             bare = [each.removeprefix(VARIABLE_PREFIX) for each in valid]
             close = nearest(variable.removeprefix(VARIABLE_PREFIX), bare)
             meant = f"Did you mean {VARIABLE_PREFIX}{close}?" if close else "Unset it."
             raise ConfigError(
-                f"The environment variable {variable} is none of {', '.join(valid)}. {meant}"
+                f"megatron_distopt has no environment variable {variable}, only "
+                f"{', '.join(valid)}. {meant}"
             )
     return _with_texts(
         config or DistOptConfig(),
@@ -415,15 +421,15 @@ def config_from_environment(
 
 
 def config_from_arguments(args: object, config: DistOptConfig | None = None) -> DistOptConfig:
-    """Returns `config` with what parsed arguments `distopt_*` say about options that are not
+    """Returns `config` with the options that parsed arguments `distopt_*` set and that are not
     explicit in it.
 
     Args:
-        args: None as an attribute stands for "not given".
-        config: what code says; the defaults where None.
+        args: the parsed arguments; an attribute that is None was not given.
+        config: the options that code has set; None for the defaults.
 
     Raises:
-        ConfigError: a value that the option does not take.
+        ConfigError: for a value that the option cannot have.
     """
     given = {name: getattr(args, f"distopt_{name}", None) for name in FREE_OPTIONS}
     texts = {name: str(value) for name, value in given.items() if value is not None}
@@ -433,8 +439,7 @@ def config_from_arguments(args: object, config: DistOptConfig | None = None) -> 
 def _with_texts(
     config: DistOptConfig, texts: Mapping[str, str], spell: Callable[[str], str]
 ) -> DistOptConfig:
-    """Returns `config` with free options as a command line or variables spell them, see [Note: who
-    wins]."""
+    """Returns `config` with options from the texts of flags or variables, see [Note: who wins]."""
     read = {name: text for name, text in texts.items() if name not in config.explicit}
     changes: dict[str, Any] = {
         name: OPTIONS[name].read(text, spell(name)) for name, text in read.items()
@@ -443,8 +448,8 @@ def _with_texts(
 
 
 def switch_from(environ: Mapping[str, str]) -> Switch:
-    """Reads the environment variable MEGATRON_DISTOPT; yes, true and on stand for 1, and no, false
-    and off for 0."""
+    """Reads the environment variable MEGATRON_DISTOPT. yes, true and on mean 1; no, false and off
+    mean 0."""
     value = environ.get("MEGATRON_DISTOPT", Switch.ON.value).lower()
     if value == Switch.REQUIRE.value:
         return Switch.REQUIRE
@@ -454,7 +459,7 @@ def switch_from(environ: Mapping[str, str]) -> Switch:
 
 
 def fixes_from(environ: Mapping[str, str]) -> bool:
-    """Reads the environment variable MEGATRON_DISTOPT_FIXES; yes where it is not set."""
+    """Reads the environment variable MEGATRON_DISTOPT_FIXES; yes if it is not set."""
     value = environ.get(FIXES_VARIABLE, "yes")
     if value.lower() not in YES_OR_NO:
         raise ConfigError(f"{FIXES_VARIABLE} is {value!r}. It must be yes or no.")

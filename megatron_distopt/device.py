@@ -1,8 +1,8 @@
 """Streams, events and pinned memory of a device.
 
-They are torch's own for any accelerator (`torch.accelerator`), or where a release of torch does not
-have them those of the device's module in torch, which have the same methods. On the CPU everything
-is done as soon as it is called.
+They come from `torch.accelerator`, which serves any accelerator. If a release of torch does not
+have them there, they come from the device's module in torch, which has the same methods. On the CPU
+every call is done when it returns.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def _module(device: torch.device) -> Any:
     return getattr(torch, device.type, None)
 
 
-@cache  # every gradient asks, and torch asks the driver
+@cache  # called for every gradient, and torch would ask the driver
 def _accelerator_of(device_type: str) -> Any:
-    """torch.accelerator, in torch 2.6 and newer, if it is what the device belongs to; None
+    """torch.accelerator, which exists from torch 2.6 on, if it is for this type of device; None
     otherwise."""
     accelerator = getattr(torch, "accelerator", None)
     if accelerator is None or not accelerator.is_available():
@@ -57,16 +57,16 @@ def on_stream(stream: Any, device: torch.device) -> AbstractContextManager[Any]:
 
 
 def mark(device: torch.device) -> Callable[[], None]:
-    """Returns a function that makes the CPU wait for what is queued on the current stream by
-    now."""
+    """Returns a function that makes the CPU wait for everything that is queued on the current
+    stream now."""
     if device.type == CPU:
         return lambda: None
     return cast(Callable[[], None], current_stream(device).record_event().synchronize)
 
 
 def fence(device: torch.device) -> Callable[[], None]:
-    """Returns a function that makes the stream that is current when it is called wait for what is
-    queued by now."""
+    """Returns a function that makes the stream on which it is called wait for everything that is
+    queued on the current stream now."""
     if device.type == CPU:
         return lambda: None
     event = current_stream(device).record_event()
@@ -74,7 +74,8 @@ def fence(device: torch.device) -> Callable[[], None]:
 
 
 def wait_for_streams(streams: Iterable[Any], device: torch.device) -> None:
-    """Makes the current stream wait for what other streams of the device have queued by now."""
+    """Makes the current stream wait for everything that is queued on other streams of the device
+    now."""
     here = current_stream(device)  # None on the CPU, as are all the others
     for stream in streams:
         if stream != here:
@@ -84,20 +85,19 @@ def wait_for_streams(streams: Iterable[Any], device: torch.device) -> None:
 def keep_for_current_stream(tensor: Tensor) -> None:
     """Tells the allocator that the current stream uses a tensor that was allocated on another one.
 
-    Otherwise the memory would be used for something else as soon as the stream that allocated it is
-    done with it.
+    Otherwise the memory would be reused as soon as the stream that allocated it is done with it.
     """
     if tensor.device.type != CPU:
         tensor.record_stream(current_stream(tensor.device))
 
 
 def pinned(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialized tensor of the CPU that the device copies from and to without making the CPU
-    wait."""
+    """An uninitialized CPU tensor in pinned memory, with which the device exchanges data without
+    making the CPU wait."""
     return torch.empty(tuple(shape), dtype=dtype, pin_memory=device.type != CPU)
 
 
 def empty_cache(device: torch.device) -> None:
-    """Gives memory that torch keeps for later back to the device, where torch keeps any."""
+    """Gives memory that torch has cached back to the device."""
     if hasattr(_module(device), "empty_cache"):
         _module(device).empty_cache()

@@ -1,7 +1,7 @@
 """Every exception that the package raises on purpose; docs/errors.md says what to do about each.
 
-A message is one to three sentences: what was found, with its value and place; what is required;
-what to type instead.
+A message is one to three plain sentences: what was found, with its value and place; what is
+required; what to type instead.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class UnknownHostError(HostError):
 
 
 class HostMismatchError(HostError):
-    """An attribute of the host that the package replaces is missing or looks different."""
+    """An attribute of the host that the package replaces is missing or has another signature."""
 
 
 class AccessError(DistOptError, RuntimeError):
-    """Something is read, changed or copied that one rank does not have as a whole, or not at this
-    moment."""
+    """Something was read, changed or copied that is not complete on this rank, or not at this
+    time."""
 
 
 class CheckpointError(DistOptError):
@@ -43,19 +43,19 @@ class CheckpointError(DistOptError):
 
 
 class NonFiniteGradError(DistOptError, FloatingPointError):
-    """A gradient holds inf or nan, and the policy for that is to stop."""
+    """A gradient is inf or nan, and the option `nonfinite` is "raise"."""
 
 
 class RanksDisagreeError(DistOptError):
-    """Ranks that must agree on something do not; names the first thing and the ranks."""
+    """Ranks differ in something that must be equal; names the first difference and the ranks."""
 
 
 class InvariantError(DistOptError, AssertionError):
-    """Something that the package guarantees does not hold: a bug of the package."""
+    """The package breaks one of its own guarantees, which is a bug of the package."""
 
 
 def some_of(names: Sequence[str]) -> str:
-    """The first three of them, for a text.
+    """The first three names, and how many more there are.
 
     >>> some_of(["a", "b", "c", "d", "e"])
     "'a', 'b', 'c' and 2 more"

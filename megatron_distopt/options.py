@@ -1,13 +1,13 @@
-"""How an option is declared, once: its name, type, default, meaning, the values it takes, and who
-may set it.
+"""How an option is declared: its name, type, default, meaning, the values it takes, and who may set
+it.
 
-`DistOptConfig` declares its fields with `option(...)`. From that come the checks of values, the
-flags, the environment variables, the parsing and the help of both, and the table in
-docs/reference.md. Imports no torch.
+`DistOptConfig` declares its fields with `option(...)`. The checks of values, the flags, the
+environment variables, their parsing and help, and the table in docs/reference.md all come from
+these declarations. Imports no torch.
 
-The type of a value is checked because another one would mean something else: the text "no" is true,
-nan compares false with everything, and True is the number 1. Numbers of other libraries (numpy's
-scalars) are numbers. A tensor is not: the option would not follow it.
+The type of a value is checked, because a wrong one would be misunderstood: the text "no" is true,
+nan compares false with everything, and True is the number 1. Numbers of other libraries, such as
+numpy's scalars, are accepted. A tensor is not, because the option would not follow its changes.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Rule:
-    """The values of its type that an option takes."""
+    """Which values of its type an option takes."""
 
     values: str  # in words
     allows: Callable[[Any], bool]
-    words: tuple[str, ...] = ()  # among which a misspelled one is looked for
+    words: tuple[str, ...] = ()  # to suggest the nearest for a misspelled one
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class Option:
     annotation: str  # its type as it is written, such as "int | None"
     default: object
     meaning: str  # a sentence for people, without a full stop
-    rule: Rule | None  # None for all values of its type
-    by_host: bool  # set by the host's own flags in a Megatron, and not by one of ours or a variable
+    rule: Rule | None  # None if it takes all values of its type
+    by_host: bool  # in a Megatron only the host's own flags set it, not ours or a variable
 
     @property
     def is_switch(self) -> bool:
-        """Whether it is on or off; as a flag it stands alone or with a word."""
+        """Whether it is on or off. Its flag may be given without a value."""
         return "bool" in self._type_names
 
     @property
@@ -89,10 +89,11 @@ class Option:
         return "auto" if self.is_switch else "none"
 
     def checked(self, value: object, spelled: str = "") -> Any:
-        """Returns a value as a plain one of the option's type; `spelled` is how the option was
-        written, if not in code.
+        """Returns a value as Python's own type for the option. `spelled` is the option as a flag or
+        variable, if it was not set in code.
 
-        Raises ConfigError where the option does not take the value.
+        Raises:
+            ConfigError: if the option does not take the value.
         """
         for name in self._type_names:
             try:
@@ -104,7 +105,7 @@ class Option:
         raise self._refusal(value, spelled or self.name)
 
     def read(self, text: str, spelled: str) -> Any:
-        """Reads a word of a command line or of a variable as a value of the option."""
+        """Reads a word of a command line or variable as a value of the option."""
         if self._is_optional and text.lower() == self._none:
             return None
         try:
@@ -156,8 +157,7 @@ def variable_of(name: str) -> str:
 
 
 def nearest(word: str, words: Iterable[str]) -> str | None:
-    """Returns the word that was probably meant, whichever letters are capitals; None where no word
-    is near."""
+    """Returns the word that was probably meant, ignoring case; None if no word is similar."""
     by_lower = {each.lower(): each for each in words}
     close = get_close_matches(word.lower(), by_lower, n=1)
     return by_lower[close[0]] if close else None
@@ -167,8 +167,8 @@ def nearest(word: str, words: Iterable[str]) -> str | None:
 
 
 def one_of(*words: str, pattern: re.Pattern[str] | None = None) -> Rule:
-    """Returns the rule that an option is one of a few words; a pattern has the values that the last
-    one stands for."""
+    """Returns the rule that an option is one of a few words. The last word may stand for all values
+    that match `pattern`."""
 
     def allows(value: str) -> bool:
         return value in words or (pattern is not None and pattern.fullmatch(value) is not None)
@@ -190,18 +190,17 @@ NOT_NEGATIVE = Rule(
 
 
 def _plain(annotation: str, value: Any) -> Any:
-    """Returns a value as one of Python's own; raises TypeError or OverflowError where it is of
-    another type."""
+    """Returns a value as Python's own type; raises TypeError or OverflowError for another type."""
     _, kinds, convert = _TYPES[annotation]
     if not isinstance(value, kinds) or (isinstance(value, bool) and annotation != "bool"):
         raise TypeError(value)
     return convert(value)
 
 
-#: By annotation: in words, the classes whose instances are taken, and what makes a plain value of
-#: one.
+#: By annotation: its name in messages, the classes that are accepted, and the conversion to
+#: Python's own type.
 _TYPES: dict[str, tuple[str, type | tuple[type, ...], Callable[[Any], Any]]] = {
-    "str": ("a text", str, str.__str__),  # str() of a member of an enum of texts would be its name
+    "str": ("a text", str, str.__str__),  # str() of a str enum's member would be its name
     "bool": ("True or False", bool, bool),
     "int": ("a whole number", Integral, int),
     "float": ("a number", Real, float),  # OverflowError for a whole number that float64 cannot hold

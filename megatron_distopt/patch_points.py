@@ -1,5 +1,4 @@
-"""The attributes of a host that are replaced, as data, and what stands in them while the package is
-active.
+"""The attributes of a host that are replaced, and their replacements while the package is active.
 
 Each host's facts.py lists its patch points; plugin/install.py and the adapters act on them.
 """
@@ -19,7 +18,7 @@ from typing import Any
 from megatron_distopt.errors import HostMismatchError, UnknownHostError
 
 REMEDY = "Use a Megatron that docs/hosts.md lists"
-OTHER = "Take the other patcher out, or install megatron_distopt before it"
+OTHER = "Remove the other patch, or install megatron_distopt before it"
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,14 +41,13 @@ class PatchPoint:
     parameters: tuple[str, ...]  # the names that its signature must start with, "a|b" for either
 
     def find(self) -> Callable[..., Any]:
-        """The host's own function, also where it is replaced already, after checking its
-        signature."""
+        """The host's own function, even if it is replaced already. Checks its signature."""
         try:
             module = import_module(self.module)
         except ImportError as error:
             raise UnknownHostError(
                 f"{self.module} cannot be imported ({error}). Start in the folder of your "
-                "Megatron, and mend what its import misses."
+                "Megatron, and install what the import does not find."
             ) from error
         if not hasattr(module, self.attribute):
             raise HostMismatchError(self.missing)
@@ -58,7 +56,7 @@ class PatchPoint:
 
     @property
     def current(self) -> Any:
-        """The object that is there now; None where the module is not loaded or lacks it."""
+        """The object that is there now; None if the module is not loaded or does not have it."""
         return getattr(sys.modules.get(self.module), self.attribute, None)
 
     @property
@@ -66,11 +64,12 @@ class PatchPoint:
         return isinstance(self.current, Replacement)
 
     def checked(self, found: Any) -> Callable[..., Any]:
-        """Returns `found`, where it is the function that this patch point expects."""
+        """Returns `found`. Raises if it is not the function that this patch point expects."""
         if not inspect.isfunction(found) or found.__module__ != self.module:
             owner = getattr(found, "__module__", None) or type(found).__name__
             raise HostMismatchError(
-                f"{self} is not the host's own function but {owner}'s. {OTHER}."
+                f"{self} was replaced by a function of {owner}, but the host's own is needed. "
+                f"{OTHER}."
             )
         if refusal := self.differs(tuple(inspect.signature(found).parameters)):
             raise HostMismatchError(refusal)
@@ -78,16 +77,16 @@ class PatchPoint:
 
     @property
     def missing(self) -> str:
-        """The refusal of a host without it."""
+        """The error for a host without it."""
         return f"{self} is missing. {REMEDY}."
 
     def differs(self, parameters: tuple[str, ...], where: str = "") -> str | None:
-        """The refusal of a function with these parameters; None where they are as expected."""
+        """The error for a function with these parameters; None if they are as expected."""
         pairs = zip_longest(self.parameters, parameters[: len(self.parameters)], fillvalue="")
         if all(found in known.split("|") for known, found in pairs):
             return None
         return (
-            f"{self}{where} takes ({', '.join(parameters)}); its signature must start with "
+            f"{self}{where} takes ({', '.join(parameters)}), but its signature must start with "
             f"({', '.join(self.parameters)}). {REMEDY}."
         )
 
@@ -100,8 +99,8 @@ repairs: list[object] = []
 
 
 class Undos(ExitStack):
-    """Puts back what was replaced: all of it, or nothing where other code has replaced some of it
-    since."""
+    """Restores what was replaced. If other code has replaced any of it again, it raises and
+    restores nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,8 +113,8 @@ class Undos(ExitStack):
         def check() -> None:
             if getattr(owner, name) is not ours:
                 raise HostMismatchError(
-                    f"{owner.__name__}.{name} was replaced by other code since. Undo that "
-                    "replacement first."
+                    f"Other code has replaced {owner.__name__}.{name} after megatron_distopt did. "
+                    "Undo that replacement first."
                 )
 
         self._checks.append(check)
@@ -123,17 +122,21 @@ class Undos(ExitStack):
         self.callback(setattr, owner, name, before)
 
     def undo(self) -> None:
-        """Raises HostMismatchError before anything is put back. A second call does nothing."""
+        """Restores the originals. A second call does nothing.
+
+        Raises:
+            HostMismatchError: if other code has replaced one again. Nothing is restored then.
+        """
         for check in self._checks:
             check()
         self._checks.clear()
         self.close()
 
 
-#: Of this process: what an installation and the runs after it have replaced.
+#: Everything that an installation, and the runs after it, have replaced in this process.
 in_force = Undos()
 
-#: A patch point, and a function from what is there to what takes its place.
+#: A patch point, and a function that takes the original and returns the replacement.
 Patch = tuple[PatchPoint, Callable[[Any], Any]]
 
 
@@ -151,7 +154,7 @@ def substituted(host: dict[str, Any], ours: Mapping[str, Any]) -> Iterator[None]
 
 
 def rebind(old: object, new: object) -> None:
-    """Replaces an object by another, in every loaded module and under every name."""
+    """Replaces an object with another, in every loaded module and under every name."""
     for module in [module for module in sys.modules.values() if isinstance(module, ModuleType)]:
         for name, value in list(vars(module).items()):
             if value is old:
@@ -161,7 +164,7 @@ def rebind(old: object, new: object) -> None:
 def apply(patches: Sequence[Patch], undos: Undos) -> None:
     """Checks every patch point, makes every replacement, and only then puts them in.
 
-    The undo puts the originals back, also into modules that imported a replacement by value since.
+    The undo restores the originals, even in modules that imported a replacement by value.
     """
     originals = [point.find() for point, _ in patches]
     ours = [replace(original) for (_, replace), original in zip(patches, originals, strict=True)]
@@ -170,7 +173,7 @@ def apply(patches: Sequence[Patch], undos: Undos) -> None:
 
 
 def put_in(point: PatchPoint, new: object, undos: Undos) -> None:
-    """Replaces what is in a patch point, whatever it is."""
+    """Replaces the present object of a patch point, which may be an earlier replacement."""
     before = point.current  # may be an earlier replacement
     undos.replace(sys.modules[point.module], point.attribute, new)
     rebind(before, new)

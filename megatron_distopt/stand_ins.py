@@ -1,4 +1,4 @@
-"""Who has put code into the place of a function of torch's or of a host's."""
+"""Finds the code behind a function that others may have replaced or wrapped."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 
 def code_of(function: Any) -> Iterator[tuple[str, str]]:
-    """Module and file of the code of a function and of what it wraps, the outermost first.
+    """Module and file of the code of a function and of the functions that it wraps, the outermost
+    first.
 
-    A decorator gives its function the `__module__` of what it wraps, so that is not asked.
+    A decorator copies the `__module__` of the function that it wraps, so that is not used.
     """
     while function is not None:
         code = getattr(function, "__code__", None)

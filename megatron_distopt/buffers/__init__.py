@@ -1,5 +1,4 @@
-"""The contiguous tensors that a layout describes, for grads and params. Nothing here
-communicates."""
+"""The contiguous tensors of a layout, for grads and params. Nothing here communicates."""
 
 from megatron_distopt.buffers.compact import CompactBuffer, pack_params
 from megatron_distopt.buffers.grad_buffer import (

@@ -1,13 +1,13 @@
 """Params of a minority dtype, scattered between others in one grad buffer.
 
 [Note: two param dtypes in one grad buffer] The forks of 2023 keep one fp32 grad buffer for all
-params, of which a few may be fp32 (norms, routers) and the rest bf16. The majority gets a param
-buffer in the layout of the grad buffer. One for the minority in the same layout would be nearly all
-holes, so its params keep their own storage, and what a rank
-owns of them is packed: the all-gather moves the packed parts, and the values are copied into the
-params afterwards. The copies cost bytes only for the minority. Every rank's part is as long as the
-largest, so that the gather is even. Neighbours begin as many elements behind a multiple of 8 as
-their grads do, so that kernels move both in full vectors.
+params. A few params may be fp32 (norms, routers) and the rest bf16. The majority gets a param
+buffer in the layout of the grad buffer. A buffer for the minority in the same layout would be
+nearly empty, so these params keep their own storage, and each rank packs its shards of them. The
+all-gather moves the packed parts, and then the values are copied into the params; only the minority
+costs these copies. Every rank's part is as long as the largest, so that the gather is even.
+Neighbours begin as many elements after a multiple of 8 as their grads do, so that kernels move both
+in full vectors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megatron_distopt.layout.buckets import VECTOR_NUMEL
 
 @dataclass(frozen=True)
 class _Run:
-    """Neighbours of the minority in the shards of one rank, and where they are packed."""
+    """Neighbouring params of the minority in the shards of one rank, and where they are packed."""
 
     rank: int
     flat: FlatParamPlan[int]
@@ -71,23 +71,26 @@ class CompactBuffer(ShardedBuffer):
         for run in self._runs:
             if run.rank == self.rank and run.flat.in_buffer.intersect(in_buffer) == in_buffer:
                 return view_of(self._part_of(self.rank).detach(), run.in_part(in_buffer))
-        raise InvariantError(f"No packed params of this rank hold {in_buffer}. Report it.")
+        raise InvariantError(
+            f"No packed params of this rank hold the elements {in_buffer}. Report this as a bug."
+        )
 
     @cached_property
     def gathers(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """What one all-gather of the packed params has to move: (all parts, this rank's part)."""
+        """The tensors of the one all-gather: (all parts, this rank's part)."""
         return ((self.param, self._part_of(self.rank)),)
 
     @torch.no_grad()
     def publish(self) -> None:
-        """After the all-gather: copies every rank's values into the params."""
+        """Copies every rank's values into the params, after the all-gather."""
         for run in self._runs:
             for in_param, packed in self._stretches(run):
                 in_param.copy_(packed)
 
     @torch.no_grad()
     def collect(self) -> None:
-        """After the params were changed: copies what this rank owns of them."""
+        """Copies this rank's shards of the params into the buffer, after the params were
+        changed."""
         for run in self._runs:
             if run.rank == self.rank:
                 for in_param, packed in self._stretches(run):
@@ -108,8 +111,8 @@ class CompactBuffer(ShardedBuffer):
 def pack_params(
     params: Mapping[str, Parameter], layout: BufferLayout, rank: int, grad: Tensor
 ) -> CompactBuffer:
-    """Allocates the packed buffer and fills this rank's part. The layout is that of the grad
-    buffer; the params are the minority in it, of one dtype and device.
+    """Allocates the packed buffer and fills this rank's part. `layout` is that of the grad buffer;
+    `params` are the minority in it, of one dtype and device.
     """
     for param in params.values():
         param.data = param.data.contiguous()  # the pieces are stretches of the flattened param
@@ -124,13 +127,13 @@ def pack_params(
 
 
 def _plan_runs(layout: BufferLayout, names: Collection[str]) -> tuple[_Run, ...]:
-    """The runs of all ranks, each as many elements behind a multiple of 8 as its grads are. Only
-    ranks that hold some of the minority cost anything, however many there are."""
+    """The runs of all ranks, each as many elements after a multiple of 8 as its grads are. Only
+    ranks that hold some of the minority take time, however many ranks there are."""
     shards_of = defaultdict[int, list[ParamShard]](list)  # by rank
-    run_of: dict[str, int] = {}  # by name the first slot of the neighbours, with none between
+    run_of: dict[str, int] = {}  # by name, the first slot of the adjacent slots of the minority
     for number, slot in enumerate(layout.slots):
         if slot.name in names:
-            neighbour = layout.slots[number - 1].name  # of the first slot the last, in no run yet
+            neighbour = layout.slots[number - 1].name  # for slot 0 the last one, in no run yet
             run_of[slot.name] = run_of.get(neighbour, number)
             bucket = layout.buckets[slot.bucket]
             for rank in bucket.holders(slot.in_buffer, layout.num_shards):

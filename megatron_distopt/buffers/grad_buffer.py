@@ -1,13 +1,13 @@
 """The grad buffer: `param.grad` is a view of it, so that autograd itself accumulates there.
 
-[Note: param.grad] `param.grad` means what it means in torch: None for no gradient, otherwise what
-backward added up since it was None. torch adds a second gradient to it in place, in whatever dtype
-it has (`grad_dtype`), so a hook has to move only the first one into the buffer. Nothing is zeroed
-for that: it overwrites what is left in the buffer.
+[Note: param.grad] `param.grad` means what it means in torch: None for no gradient, otherwise the
+sum of the gradients since it was None. torch adds a second gradient to it in place, in whatever
+dtype it has (`grad_dtype`), so a hook has to move only the first one into the buffer. That
+overwrites old values, so nothing has to be zeroed.
 
-On several ranks it holds this rank's contribution, or what the collective left of it, where torch's
-DistributedDataParallel has the average. Code that reads it would compute something else without an
-error, so reading it is refused, also where a program has assigned it.
+On several ranks it holds this rank's contribution, or what the collective left there. In torch's
+DistributedDataParallel it is the average. Code that reads it would silently compute something else,
+so reading it is refused, even if a program has assigned it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from megatron_distopt.layout import BufferLayout
 
 
 def _getters(*names: str) -> set[Any]:
-    """The getters of tensor properties, as `__torch_function__` receives them; those that this
-    release of torch has."""
+    """The getters of tensor properties, as `__torch_function__` receives them. Leaves out
+    properties that this release of torch does not have."""
     found: list[Any] = [getattr(torch.Tensor, name, None) for name in names]
     return {each.__get__ for each in found if hasattr(each, "__get__")}
 
 
-#: Functions whose result says nothing about the values.
+#: Functions whose result does not depend on the values.
 DESCRIBING = {
     *_getters(
         "shape",
@@ -99,8 +99,8 @@ DESCRIBING = {
     torch.is_same_size,
     torch.numel,
 }
-#: Functions whose result is a `LocalGrad` again: module.cpu() and module.to(...) convert gradients,
-#: too.
+#: Functions whose result is a `LocalGrad` again, because module.cpu() and module.to(...) also
+#: convert gradients.
 _MOVING = {
     *(
         getattr(torch.Tensor, name)
@@ -111,16 +111,15 @@ _MOVING = {
 }
 #: module.to(...) converts gradients in place; `GradSlot.take` brings them back.
 _SET_DATA = vars(torch._C.TensorBase)["data"].__set__
-#: torch's compiler looks at the size of every storage, also of the gradients of params that a graph
-#: reads.
+#: Modules of torch's compiler. It asks for the storage size of gradients of params in a graph.
 _COMPILER = "torch._subclasses."
-#: Its C++ code copies gradients between its buckets and `param.grad`.
+#: DistributedDataParallel, whose C++ code copies gradients between its buckets and `param.grad`.
 _DDP = "torch.nn.parallel.distributed"
-#: What autograd calls to accumulate a gradient into another.
+#: Operators that autograd calls to accumulate a gradient into another.
 _ACCUMULATING = {
     torch.ops.aten.add_.Tensor,
     torch.ops.aten.add.Tensor,
-    torch.ops.aten.copy_.default,  # of DistributedDataParallel
+    torch.ops.aten.copy_.default,  # called by DistributedDataParallel
 }
 
 
@@ -128,8 +127,8 @@ class LocalGrad(Tensor):
     """`param.grad` on several ranks: a view of the grad buffer whose values are not the gradient of
     the model.
 
-    torch's own code in C++ adds to it as to any tensor. Python code may ask for its shape, dtype
-    and device, zero it, and drop it.
+    torch's own C++ code adds to it as to any tensor. Python code may ask for its shape, dtype and
+    device, zero it, and drop it.
 
     Raises:
         AccessError: for anything else; see [Note: param.grad].
@@ -142,14 +141,14 @@ class LocalGrad(Tensor):
     @classmethod
     def of(cls, view: Tensor, name: str, on_zero: Callable[[str], None]) -> LocalGrad:
         """Shows a view of the grad buffer. `on_zero` raises while the values are communicated."""
-        # `view` may be a LocalGrad itself, which is not read here.
+        # `view` may be a LocalGrad itself; this does not read it.
         grad: LocalGrad = _unguarded(torch.Tensor._make_subclass, (cls, view), {})
         grad.param_name, grad.on_zero = name, on_zero
         return grad
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Every operator that Python code calls comes here."""
+        """Called for every operator that Python code calls."""
         kwargs = kwargs or {}
         first = args[0] if args and isinstance(args[0], cls) else None
         if func in DESCRIBING:
@@ -170,8 +169,8 @@ class LocalGrad(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Every operator that C++ code calls comes here: of autograd, TorchScript, functorch and
-        extensions, which do not ask `__torch_function__`."""
+        """Called for every operator that C++ code calls: autograd, TorchScript, functorch and
+        extensions do not ask `__torch_function__`."""
         kwargs = kwargs or {}
         is_autograd = func in _ACCUMULATING and torch._C._current_graph_task_id() >= 0
         is_guarded = torch._C._is_torch_function_enabled()
@@ -183,14 +182,14 @@ class LocalGrad(Tensor):
         return f"LocalGrad(of {self.param_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-#: torch's own `param.grad`, and by param how a gradient is shown that a program assigns to it.
+#: torch's own `param.grad`, and by param the function that replaces an assigned gradient.
 _torch_grad: Any = torch._C.TensorBase.grad
 _shown_by: MutableMapping[Parameter, Callable[[Parameter, Tensor], Tensor]] = WeakIdKeyDictionary()
 
 
 def show_assigned(param: Parameter, show: Callable[[Parameter, Tensor], Tensor] | None) -> None:
-    """From now on `param.grad = tensor` assigns what `show` makes of the tensor; None to assign the
-    tensor itself."""
+    """From now on `param.grad = tensor` assigns what `show` returns for the tensor. None ends
+    this."""
     if show is None:
         _shown_by.pop(param, None)
     else:
@@ -212,7 +211,8 @@ def _unguarded(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _asking_module() -> str:
-    """The module whose code called the `__torch_function__` or `__torch_dispatch__` that asks."""
+    """The module whose code called the `__torch_function__` or `__torch_dispatch__` that calls
+    this."""
     return str(sys._getframe(2).f_globals["__name__"])
 
 
@@ -245,9 +245,9 @@ def _unreadable(name: str, func: Any) -> AccessError:
             "optimizer.scale_loss(loss).backward()"
         )
     return AccessError(
-        f"Invalid grad of param {name!r}: used by {call} between backward and the end of the step. "
-        "Must be left alone on several ranks, where it holds this rank's contribution and not the "
-        f"average. {remedy}."
+        f"{call} used the grad of param {name!r} between backward and the end of the step. On "
+        "several ranks that grad is only this rank's contribution and not the average. "
+        f"{remedy}."
     )
 
 
@@ -255,12 +255,12 @@ class GradSlot:
     """The gradient of one param.
 
     Args:
-        name: of the param.
-        param: whose gradient it is.
-        view: of the grad buffer, in the param's shape.
-        shown: what `param.grad` is while there is a gradient: another tensor in the memory of
-            `view`, because module.to(...) gives `param.grad` other memory. A `LocalGrad` where it
-            may not be read.
+        name: the name of the param.
+        param: the param.
+        view: a view of the grad buffer in the param's shape.
+        shown: the tensor that `param.grad` is while there is a gradient. It is not `view` itself
+            but shares its memory, because module.to(...) gives `param.grad` other memory. It is a
+            `LocalGrad` if it must not be read.
     """
 
     __slots__ = ("_dtype", "address", "name", "param", "shown", "view")
@@ -274,7 +274,7 @@ class GradSlot:
         return self.param.grad is None
 
     def take(self) -> None:
-        """Moves into the buffer what autograd or the user put into `param.grad` elsewhere."""
+        """Moves into the buffer a gradient that autograd or the user has put into `param.grad`."""
         grad = self.param.grad
         if grad is None:
             return
@@ -285,28 +285,28 @@ class GradSlot:
                 grad = grad.detach()
         is_same_param = self.param.dtype is self._dtype and self.param.device == self.view.device
         if not is_same_param or grad.shape != self.view.shape:
-            return  # the param was converted, which is refused in the step
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # it may be an assigned one
+            return  # the param was converted; the step will refuse that
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # an assigned one is guarded
             self.view.copy_(grad.to_dense() if grad.is_sparse else grad)
         self.show()
 
     @torch.no_grad()
     def copy(self) -> None:
-        """Does what `take` does, and leaves `param.grad` as it is."""
+        """Does what `take` does, but does not change `param.grad`."""
         grad = self.param.grad
         self.take()
         self.param.grad = grad
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """Gives `param.grad` memory of its own, in the dtype of the param, for others to read and
-        change."""
+        """Gives `param.grad` memory of its own in the dtype of the param, so that others may read
+        and change it."""
         if self.param.grad is self.shown:
             self.param.grad = self.view.to(self.param.dtype, copy=True)
 
     @torch.no_grad()
     def release(self, *, is_own: bool) -> None:
-        """Makes `param.grad` torch's own: a copy where the buffer holds a gradient of this rank,
+        """Makes `param.grad` torch's own again: a copy if the buffer holds a gradient of this rank,
         else None."""
         grad = self.param.grad
         if grad is self.shown:
@@ -318,22 +318,21 @@ class GradSlot:
             self.param.grad_dtype = self.param.dtype
 
     def show(self) -> None:
-        """Makes `param.grad` what the buffer holds."""
+        """Makes `param.grad` show the buffer."""
         with torch._C.DisableTorchFunctionSubclass():
-            # it was given other memory, as module.to(...) does
+            # module.to(...) may have given it other memory
             if self.shown.data_ptr() != self.address:
                 self.shown.data = self.view
         self.param.grad = self.shown
 
 
 def check_grad_dtype(name: str, param: Parameter, dtype: torch.dtype) -> None:
-    """Checks that `param.grad` may have this dtype: older torch insists on the param's own."""
+    """Checks that `param.grad` may have this dtype. Older torch accepts only the param's own."""
     if dtype is not param.dtype and not hasattr(param, "grad_dtype"):
         raise ConfigError(
-            f"Invalid grad dtype of param {name!r}: {dtype_name(dtype)} for a "
-            f"{dtype_name(param.dtype)} param on torch {torch.__version__}. Must be the dtype of "
-            "the param before torch 2.10. Write grads_in_fp32=False, or run pip install "
-            "'torch>=2.10'."
+            f"The grad of the {dtype_name(param.dtype)} param {name!r} is to be "
+            f"{dtype_name(dtype)}, but torch {torch.__version__} allows only the dtype of the "
+            "param. Write grads_in_fp32=False, or run pip install 'torch>=2.10'."
         )
 
 
@@ -343,10 +342,10 @@ def allocate_grads(
     dtype: torch.dtype,
     show: Callable[[str, Tensor], Tensor] = lambda name, view: view.detach(),
 ) -> tuple[Tensor, tuple[GradSlot, ...]]:
-    """Allocates the buffer of params of one device. A gradient that one has already stays there
-    until it is taken.
+    """Allocates the grad buffer for params of one device. A gradient that a param has already stays
+    where it is until `GradSlot.take`.
 
-    `show` makes what `param.grad` will be from a param's name and its view of the buffer.
+    `show` returns what `param.grad` will be, from a param's name and its view of the buffer.
 
     Returns:
         The buffer, 1-D [layout.numel], and its slots in the order of the params. Padding is zero

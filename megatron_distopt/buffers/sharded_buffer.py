@@ -1,6 +1,6 @@
 """Contiguous 1-D tensors and views into them, for grads and for params.
 
-`param.data` of every parameter is a view of the param buffer, so that nothing is copied after the
+`param.data` of every param is a view of the param buffer, so nothing is copied after the
 all-gather.
 """
 
@@ -28,14 +28,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def view_of(buffer: Tensor, in_buffer: Span, shape: torch.Size | None = None) -> Tensor:
-    """A view of some elements of a 1-D buffer, in a shape where one is given."""
+    """A view of some elements of a 1-D buffer, in `shape` if it is given."""
     flat = buffer[in_buffer.as_slice()]
     return flat if shape is None else flat.view(shape)
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
-    """The dimensions by which the elements of a tensor lie one after the other, the slowest first;
-    () where these are 0, 1, 2 and so on, or where elements do not lie so.
+    """The dimensions of a tensor in memory order, the slowest first; () for a contiguous tensor,
+    and for one whose elements do not fill its memory.
 
     >>> memory_order(torch.zeros(4, 3, 2, 2).to(memory_format=torch.channels_last))
     (0, 2, 3, 1)
@@ -45,8 +45,7 @@ def memory_order(tensor: Tensor) -> tuple[int, ...]:
 
 
 def view_like(buffer: Tensor, in_buffer: Span, tensor: Tensor) -> Tensor:
-    """A view of some elements of a 1-D buffer, in the shape of a tensor and in the order in which
-    its elements lie."""
+    """A view of some elements of a 1-D buffer, with the shape and the memory order of a tensor."""
     flat = view_of(buffer, in_buffer)
     return (
         flat.as_strided(tensor.shape, tensor.stride())
@@ -56,10 +55,10 @@ def view_like(buffer: Tensor, in_buffer: Span, tensor: Tensor) -> Tensor:
 
 
 def _with_own_storage(view: Tensor) -> Tensor:
-    """The same memory under a storage that is as long as the view; it keeps the whole buffer alive.
+    """The same memory with a storage that is as long as the view; it keeps the whole buffer alive.
 
-    torch.save writes whole storages, and safetensors refuses params that share one. Where a device
-    has no DLPack the view itself, which is contiguous, is returned.
+    torch.save writes whole storages, and safetensors refuses params that share one. On a device
+    without DLPack the view itself is returned.
     """
     try:
         own: Tensor = from_dlpack(view)
@@ -70,16 +69,14 @@ def _with_own_storage(view: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ShardedBuffer:
-    """The grads and the params of the same parameters, in the same layout, as one rank sees
-    them."""
+    """A grad buffer and a param buffer with the same layout, on one rank."""
 
     layout: BufferLayout  # of both tensors
     rank: int  # in the data-parallel group
-    # 1-D [layout.numel]; in the rank's shard of each bucket the reduced gradient after the
-    # reduce-scatter
+    # 1-D [layout.numel]; after the reduce-scatter the rank's shard of each bucket holds the sum
     grad: Tensor
-    param: Tensor  # 1-D [layout.numel]; `param.data` of every parameter is a view of it
-    # of the params in `param`, or None for all; the others lie in `grad` alone
+    param: Tensor  # 1-D [layout.numel]; `param.data` of every param is a view of it
+    # names of the params in `param`, or None for all; other params lie only in `grad`
     names: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
@@ -90,8 +87,8 @@ class ShardedBuffer:
     def _check_numel(kind: str, tensor: Tensor, numel: int) -> None:
         if tensor.shape != (numel,):
             raise LayoutError(
-                f"Invalid {kind} buffer: shape {tuple(tensor.shape)}. Must be 1-D with the "
-                f"layout's {numel} elements. Give both buffers whole."
+                f"The {kind} buffer has shape {tuple(tensor.shape)}, but it must be 1-D with the "
+                f"{numel} elements of the layout. Give the whole buffer."
             )
 
     def holds(self, name: str) -> bool:
@@ -99,20 +96,20 @@ class ShardedBuffer:
         return self.names is None or name in self.names
 
     def param_of(self, in_buffer: Span) -> Tensor:
-        """The elements of `param` that belong to a stretch of this rank's shard, 1-D."""
-        # autograd's views would keep memory that `param` has left
+        """The elements `in_buffer` of `param`, 1-D."""
+        # a view of autograd's would keep the old memory alive when `param` gets other memory
         return view_of(self.param.detach(), in_buffer).data
 
     @cached_property
     def reduces(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """What a reduce-scatter of the grads has to add up: (bucket, this rank's shard of it), 1-D,
-        one a bucket."""
+        """The tensors of each reduce-scatter of grads, one for each bucket: (bucket, this rank's
+        shard of it), 1-D."""
         return self._cut(self.grad)
 
     @cached_property
     def gathers(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """What an all-gather of the params has to move: (bucket, this rank's shard of it), 1-D, one
-        a bucket."""
+        """The tensors of each all-gather of params, one for each bucket: (bucket, this rank's shard
+        of it), 1-D."""
         return self._cut(self.param)
 
     def _cut(self, tensor: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -125,21 +122,21 @@ class ShardedBuffer:
         )
 
     def publish(self) -> None:
-        """After the all-gather: nothing to do, the params are views."""
+        """Called after the all-gather. Does nothing, because the params are views."""
 
     def collect(self) -> None:
-        """After the params were changed: nothing to do, they are views."""
+        """Called after the params were changed. Does nothing, because they are views."""
 
 
 @torch.no_grad()
 def move_into_buffer(
     params: Mapping[str, Parameter], layout: BufferLayout, *, keeps_strides: bool = False
 ) -> Tensor:
-    """Allocates the buffer of params of one dtype and device, and makes each param a view of it,
-    value kept.
+    """Allocates the buffer for params of one dtype and device, and makes each param a view of it
+    with the same values.
 
-    `keeps_strides`: a param whose elements lie in another order than that of its shape lies so in
-    the buffer as well; see [Note: memory order] in layout/spans.py.
+    `keeps_strides`: a param keeps its memory order in the buffer, see [Note: memory order] in
+    layout/spans.py.
 
     Returns:
         1-D [layout.numel]; padding is zero.

@@ -1,2 +1,2 @@
-"""Translation between a host's names and ours. The only folder that imports megatron.*, and only
-when a host is used."""
+"""Adapters that translate between a host's names and ours. No other folder imports megatron.*, and
+this one only when a host is used."""

@@ -25,8 +25,8 @@ def describe(
     device: torch.device,
     *more: str,
 ) -> str:
-    """What is active and why, in several lines; `patch_points` were replaced or called, `more` is
-    the host's own."""
+    """What is active and why, in several lines. `patch_points` were replaced or called; `more` are
+    lines of the host."""
     plan = optimizers[0].plan
     accelerator = find_accelerator(plan.config.accelerator)
     lines = [
@@ -71,7 +71,7 @@ def describe(
 
 def _describe_host_state(optimizer: ShardedOptimizer) -> str:
     if optimizer.device.type == CPU:
-        return "all of it, because the params are on the CPU; offload_fraction changes nothing"
+        return "all of it, because the params are on the CPU; offload_fraction has no effect"
     moved = [flat.main.numel() for flat in optimizer.flat_params if flat.on_host is not None]
     total = sum(flat.main.numel() for flat in optimizer.flat_params)
     staged = measure_memory(optimizer).staging_nbytes
@@ -80,8 +80,7 @@ def _describe_host_state(optimizer: ShardedOptimizer) -> str:
 
 
 def _describe_owners(optimizer: ShardedOptimizer) -> Iterator[str]:
-    """What goes to another rank to be updated, because it is larger than a shard or cut by the
-    border of one."""
+    """What is sent to one rank to be updated, because the border between two shards cuts it."""
     inner = optimizer.inner
     if not isinstance(inner, InParts):
         return
@@ -91,21 +90,21 @@ def _describe_owners(optimizer: ShardedOptimizer) -> Iterator[str]:
         num_cut = sum(owner.round is not None for owner in plan.owners)
         what = "params" if optimizer.plan.choice.updates_whole_params else "matrices"
         yield (
-            f"{num_cut:,} of {len(plan.owners):,} {what} are cut by shards and go to one rank "
-            f"each; the busiest rank has {plan.imbalance:.2f} times the average to compute"
+            f"{num_cut:,} of {len(plan.owners):,} {what} lie in several shards and are updated on "
+            f"one rank each; the busiest rank computes {plan.imbalance:.2f} times the average"
         )
 
 
 def sharded_over(device: torch.device, data: Group, how: Reduction) -> str:
-    """Over how many ranks the optimizer is sharded, and how they communicate; after the first
-    collective."""
+    """Over how many ranks the optimizer is sharded, and how they communicate. Called after the
+    first collective."""
     carrier = f" by {described(device, data, how)}" if data.size > 1 else ""
     return f"optimizer sharded over {data.size}{carrier}"
 
 
 def _when_known(optimizer: ShardedOptimizer) -> str:
-    """Whether the CPU waits for the check of a step, see optimizer/deferred.py; nothing where the
-    CPU is the device."""
+    """Whether the CPU waits for the check of a step, see optimizer/deferred.py. Empty if the params
+    are on the CPU."""
     if optimizer.defers_check:
         return ", known one step later"
     if optimizer.device.type == CPU:
@@ -114,7 +113,7 @@ def _when_known(optimizer: ShardedOptimizer) -> str:
         optimizer.loss_scale, ConstantLossScale
     )
     return ", and every step waits for the check" + (
-        "; with adam torch_fused no step waits" if can_defer else ""
+        "; with adam=torch_fused no step waits" if can_defer else ""
     )
 
 

@@ -27,8 +27,8 @@ from megatron_distopt.version import VERSION
 
 
 def named_params(chunks: Sequence[Module]) -> dict[str, Parameter]:
-    """Every param of the model once, by name; of several chunks with the chunk's number in
-    front."""
+    """Every param of the model once, by name. With several chunks, the name begins with the chunk's
+    number."""
     name_of: dict[Parameter, str] = {}
     for number, chunk in enumerate(chunks):
         prefix = f"chunk{number}." if len(chunks) > 1 else ""
@@ -52,13 +52,13 @@ def spec_of(name: str, param: Parameter) -> ParamSpec:
 
 def check_dtypes(named: Mapping[str, Parameter], config: DistOptConfig) -> None:
     """Refuses dtypes that the optimizer cannot update, fp16 without a loss scale, and options that
-    nothing obeys."""
+    exclude each other."""
     supported = ", ".join(dtype_name(dtype) for dtype in SUPPORTED_DTYPES)
     for name, param in named.items():
         if param.dtype not in SUPPORTED_DTYPES:
             raise LayoutError(
-                f"The dtype of param {name!r} is {dtype_name(param.dtype)}, and must be one of "
-                f"{supported}. Convert or freeze the param: model.float(), or "
+                f"The dtype of param {name!r} is {dtype_name(param.dtype)}, but it must be one of "
+                f"{supported}. Convert the model with model.float(), or freeze the param with "
                 "param.requires_grad_(False)."
             )
     has_fp16 = any(param.dtype is torch.float16 for param in named.values())
@@ -66,19 +66,20 @@ def check_dtypes(named: Mapping[str, Parameter], config: DistOptConfig) -> None:
 
 
 def check_bucket_size(config: DistOptConfig, num_ranks: int, write: str) -> None:
-    """Refuses a bucket in which not each of `num_ranks` can own an element; `write` is an example
-    of a good option."""
+    """Refuses a bucket size below `num_ranks`, because each rank owns at least one element of a
+    bucket; `write` is an example of a good option."""
     if config.bucket_size is not None and config.bucket_size < num_ranks:
         raise ConfigError(
-            f"bucket_size is {config.bucket_size}, and a bucket needs an element for each of the "
-            f"{num_ranks} data-parallel ranks. Write {write}, or leave it out."
+            f"bucket_size is {config.bucket_size}, but a bucket needs at least one element for "
+            f"each of the {num_ranks} data-parallel ranks. Write {write}, or leave it out."
         )
 
 
 def reduction_of(
     config: DistOptConfig, grad_dtypes: Iterable[torch.dtype], divide_by: int = 1
 ) -> Reduction:
-    """How grads are communicated; grads in 16 bits must not be rounded further."""
+    """How grads are communicated. Refuses `reduce_dtype` for 16-bit grads, which it would round
+    once more."""
     if config.reduce_dtype is None:
         return Reduction(divide_by)
     short = [dtype for dtype in grad_dtypes if dtype is not torch.float32]
@@ -97,11 +98,11 @@ def begin_communication(
     groups: Sequence[Group],
     dtypes: Iterable[torch.dtype],
 ) -> None:
-    """Collective: checks what ranks find out together about how grads are reduced in `groups`, the
-    dense ones first; `dtypes` are those of grads and params."""
+    """Collective: tries the collectives that training will use. `groups` reduce grads, that of
+    dense params first; `dtypes` are those of grads and params."""
     for group in dict.fromkeys(groups):
         allow_shared_memory(group, config.shared_memory)
-    # In the same order on all ranks, also where they hold different params.
+    # In the same order on all ranks, even if they hold different params.
     known = sorted({dtype for each in exchange(list(dtypes), everyone) for dtype in each}, key=str)
     raise_together(lambda: try_collectives(device, groups[0], how, dtypes=known), everyone)
     if config.overlap_grad_reduce or config.overlap_param_gather:
@@ -110,7 +111,8 @@ def begin_communication(
 
 
 def try_statistics(device: torch.device, everyone: Group) -> None:
-    """Collective: tries the sums by which ranks agree on the gradient norm and on each other."""
+    """Collective: tries the sums with which ranks compute the gradient norm and compare each
+    other."""
     raise_together(
         lambda: try_collectives(device, everyone, sums=(stats_dtype(device), torch.float32)),
         everyone,
@@ -122,9 +124,9 @@ def as_torch_groups(param_groups: Iterable[Mapping[str, Any]]) -> list[dict[str,
     groups = []
     for given in param_groups:
         if not isinstance(given, Mapping):
-            raise _no_groups(f"has a {type(given).__name__}")
+            raise _no_groups(f"contains a {type(given).__name__}")
         if "params" not in given:
-            raise _no_groups("has a dict without 'params'")
+            raise _no_groups("contains a dict without 'params'")
         params = given["params"]
         of_group = [params] if isinstance(params, Tensor) else list(params)
         groups.append({**given, "params": of_group})
@@ -135,8 +137,8 @@ def as_torch_groups(param_groups: Iterable[Mapping[str, Any]]) -> list[dict[str,
 
 def _no_groups(found: str) -> LayoutError:
     return LayoutError(
-        f"param_groups {found}, and must be a list of dicts with 'params'. Write [{{'params': "
-        "[...], 'weight_decay': 0.0}, ...]."
+        f"param_groups {found}, but it must be a list of dicts that have 'params'. Write "
+        "[{'params': [...], 'weight_decay': 0.0}, ...]."
     )
 
 
@@ -149,11 +151,11 @@ def compare_ranks(
     host_options: tuple[str, ...] = (),
     may_be_empty: bool = False,
 ) -> None:
-    """Collective: compares all that ranks must have alike; a difference in one data-parallel group
-    stops all ranks.
+    """Collective: compares everything that must be equal on all ranks. A difference in one
+    data-parallel group stops all ranks.
 
-    `host_options` are others that decide what is sent when; `may_be_empty` allows groups without
-    trained params.
+    `host_options` are options of the host that decide what is communicated when; `may_be_empty`
+    allows groups without trained params.
     """
     everyone = plan.stats_group()
     counts = [] if may_be_empty else exchange([len(group.names) for group in plan.groups], everyone)
@@ -161,7 +163,8 @@ def compare_ranks(
     for index, column in enumerate(zip_longest(*counts, fillvalue=0)):
         if not any(column):
             raise LayoutError(
-                f"param group {index} has no params on any of {everyone.size} ranks. Leave it out."
+                f"Param group {index} has no params on any of the {everyone.size} ranks. Leave the "
+                "group out."
             )
     of_all = [
         Field("package version", (VERSION,)),

@@ -1,5 +1,5 @@
-"""Which element lies where and which rank owns it: frozen values that check themselves. Standard
-library only."""
+"""Where each element lies and which rank owns it: frozen values that check themselves. Imports only
+the standard library."""
 
 from megatron_distopt.layout.buckets import (
     Bucket,

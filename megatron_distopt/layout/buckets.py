@@ -1,8 +1,8 @@
-"""Where every parameter lies in a contiguous buffer, and how the buffer is cut into buckets.
+"""Where every param lies in a contiguous buffer, and how the buffer is cut into buckets.
 
-One type covers every generation of Megatron: the whole-buffer split of the 2023 forks is a layout
-of *one* bucket, that of megatron-core has many. `lay_out` makes a layout; `adopt` reads one off
-buffers that a host already made.
+One type serves every generation of Megatron: the 2023 forks split a whole buffer, which is a layout
+of *one* bucket, and megatron-core has many buckets. `lay_out` makes a layout; `adopt` makes one for
+buffers that a host has already allocated.
 """
 
 from __future__ import annotations
@@ -16,49 +16,49 @@ from itertools import accumulate, pairwise
 from megatron_distopt.errors import LayoutError
 from megatron_distopt.layout.spans import Span
 
-#: Number of buckets of a buffer, unless one of the bounds below says otherwise.
+#: Number of buckets of a buffer, within the bounds below.
 _USUAL_BUCKETS = 8
-#: A rank's shard of a bucket has to be worth a message, and the last bucket must not take long to
-#: reduce.
+#: Smaller shards of a bucket are not worth a message, and in a larger bucket the last reduction
+#: would take long.
 _LEAST_SHARD_NUMEL, _MOST_BUCKET_SIZE = 1 << 17, 40_000_000
-#: Elements of 16 bits that a device loads or stores at a time, and those that have one scale in low
-#: precision.
+#: How many 16-bit elements a device loads or stores at a time, and how many elements share a scale
+#: in low precision.
 VECTOR_NUMEL, BLOCK_NUMEL = 8, 128
-#: Where each param begins, in elements: enough for the kernels of every accelerator.
+#: Each param begins at a multiple of this, in elements: enough for the kernels of all accelerators.
 ALIGNMENT_NUMEL = 64
 
 
 def alignment_for(*forms: str) -> int:
-    """Where each param begins, in elements, with state in these forms: what has one scale is not
-    cut."""
+    """The alignment of params in elements, for state in these forms. Elements that share a scale
+    are not cut apart."""
     return ALIGNMENT_NUMEL if set(forms) <= {"float32"} else BLOCK_NUMEL
 
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """A parameter, without its tensor."""
+    """A param without its tensor."""
 
     name: str  # unique among the params of one optimizer
     numel: int
-    shape: tuple[int, ...] = ()  # as the module sees it; `()` where it does not matter
+    shape: tuple[int, ...] = ()  # as in the module; `()` if it does not matter
     dtype: str = ""  # of the model param, e.g. "bfloat16"
 
     def __post_init__(self) -> None:
         if self.numel < 1:
             raise LayoutError(
-                f"Param {self.name!r} has {self.numel} elements. Freeze or drop params without "
-                "elements."
+                f"Param {self.name!r} has {self.numel} elements, but it needs at least 1. Freeze "
+                "or drop params without elements."
             )
         if self.shape and math.prod(self.shape) != self.numel:
             raise LayoutError(
-                f"Param {self.name!r} has shape {self.shape} but {self.numel} elements. Give its "
-                "own shape."
+                f"Param {self.name!r} has {self.numel} elements, which does not fit its shape "
+                f"{self.shape}. Give the param's own shape."
             )
 
 
 @dataclass(frozen=True, slots=True)
 class ParamSlot:
-    """The place of one parameter in a buffer; a parameter never crosses a bucket."""
+    """The place of one param in a buffer. A param lies in one bucket."""
 
     name: str
     bucket: int
@@ -67,8 +67,8 @@ class ParamSlot:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The unit of one collective: a stretch of the buffer, padded at its end to a multiple of the
-    shards."""
+    """The unit of one collective: a stretch of the buffer, padded at its end so that all shards are
+    equal."""
 
     index: int
     in_buffer: Span
@@ -77,8 +77,8 @@ class Bucket:
     def __post_init__(self) -> None:
         if not 0 < self.numel_unpadded <= self.in_buffer.numel:
             raise LayoutError(
-                f"Bucket {self.index} has {self.numel_unpadded} of {self.in_buffer.numel} elements "
-                "before its padding. Give the end of its last param."
+                f"numel_unpadded of bucket {self.index} is {self.numel_unpadded}, but it must be "
+                f"from 1 to its {self.in_buffer.numel} elements. Give the end of its last param."
             )
 
     def shard(self, rank: int, num_shards: int) -> Span:
@@ -87,7 +87,7 @@ class Bucket:
         return Span(rank * numel, (rank + 1) * numel).moved_by(self.in_buffer.start)
 
     def holders(self, in_buffer: Span, num_shards: int) -> range:
-        """The ranks that own some of a stretch of it, which is not empty."""
+        """The ranks that own elements of a non-empty stretch of the bucket."""
         numel, in_bucket = (
             self.in_buffer.numel // num_shards,
             in_buffer.relative_to(self.in_buffer.start),
@@ -97,7 +97,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """Slots in buffer order and the buckets that tile the buffer; cannot be built wrong."""
+    """Slots in buffer order and the buckets that tile the buffer. The constructor checks them."""
 
     slots: tuple[ParamSlot, ...]  # disjoint, in buffer order, each inside its bucket
     buckets: tuple[Bucket, ...]  # tile the buffer from 0, each divisible by `num_shards`
@@ -106,20 +106,21 @@ class BufferLayout:
     def __post_init__(self) -> None:
         if self.num_shards < 1:
             raise LayoutError(
-                f"num_shards is {self.num_shards}. Give the data-parallel size, at least 1."
+                f"num_shards is {self.num_shards}, but it must be at least 1. Give the "
+                "data-parallel size."
             )
         if not self.buckets:
-            raise LayoutError("The buffer has no bucket. Drop a buffer without params.")
+            raise LayoutError("The buffer has no buckets. Drop a buffer without params.")
         start = 0
         for index, bucket in enumerate(self.buckets):
             if bucket.in_buffer.numel % self.num_shards:
                 raise LayoutError(
-                    f"Bucket {bucket.index} has {bucket.in_buffer.numel} elements, which "
-                    f"{self.num_shards} shards do not divide. Pad the end of the bucket."
+                    f"Bucket {bucket.index} has {bucket.in_buffer.numel} elements, which cannot be "
+                    f"divided into {self.num_shards} equal shards. Pad the end of the bucket."
                 )
             if (bucket.index, bucket.in_buffer.start) != (index, start):
                 raise LayoutError(
-                    f"Bucket {bucket.index} is at {bucket.in_buffer}, but bucket {index} has to "
+                    f"Bucket {bucket.index} is at {bucket.in_buffer}, but bucket {index} must "
                     f"start at {start}. Give the buckets in order and without gaps."
                 )
             start = bucket.in_buffer.stop
@@ -128,8 +129,8 @@ class BufferLayout:
         for left, right in pairwise(self.slots):
             if left.in_buffer.stop > right.in_buffer.start:
                 raise LayoutError(
-                    f"Param {left.name} at {left.in_buffer} does not end before {right.name} at "
-                    f"{right.in_buffer}. Give the slots in buffer order."
+                    f"Param {left.name} at {left.in_buffer} does not end before param {right.name} "
+                    f"at {right.in_buffer}. Give the slots in buffer order."
                 )
         unpadded = [
             Span(0, bucket.numel_unpadded).moved_by(bucket.in_buffer.start)
@@ -138,13 +139,13 @@ class BufferLayout:
         for slot in self.slots:
             if not slot.in_buffer.numel:
                 raise LayoutError(
-                    f"Param {slot.name} has no elements. Freeze it by requires_grad_(False) at the "
-                    "start."
+                    f"Param {slot.name} has no elements. Freeze it with requires_grad_(False) "
+                    "before the optimizer is built."
                 )
             if not 0 <= slot.bucket < len(self.buckets):
                 raise LayoutError(
-                    f"Param {slot.name} is in bucket {slot.bucket} of {len(self.buckets)}. Give "
-                    "each param its bucket."
+                    f"Param {slot.name} is in bucket {slot.bucket}, but there are only "
+                    f"{len(self.buckets)} buckets. Give each param its bucket."
                 )
             if slot.in_buffer.intersect(unpadded[slot.bucket]) != slot.in_buffer:
                 raise LayoutError(
@@ -162,7 +163,7 @@ class BufferLayout:
 
     @cached_property
     def places(self) -> dict[str, int]:
-        """By name, where each param begins if nothing is padded for ranks and buckets."""
+        """By name, where each param would begin without padding for ranks and buckets."""
         unit = next(
             unit
             for unit in (BLOCK_NUMEL, ALIGNMENT_NUMEL, 1)
@@ -198,18 +199,18 @@ def lay_out(
     alignment_numel: int = ALIGNMENT_NUMEL,
     last: Sequence[ParamSpec] = (),
 ) -> BufferLayout:
-    """Lays the params one after the other, in the order given, and cuts buckets at param
+    """Places the params one after the other, in the order given, and cuts buckets at param
     boundaries.
 
     Args:
         params: in buffer order; hosts give the reverse of registration, roughly the order of
             backward.
         num_shards: size of the data-parallel group.
-        bucket_size: a bucket ends with the param that fills it to this; None for one bucket.
-        alignment_numel: every param starts at a multiple of this; the forks of 2023 use 1. Where it
-            is a multiple of 128 or of 8, so do shards. With 128 a block of state in low precision
-            is in one param and on one rank, whatever ranks and buckets there are; 64 are enough for
-            the kernels of every accelerator.
+        bucket_size: a bucket ends with the param that fills it to this size; None for one bucket.
+        alignment_numel: every param starts at a multiple of this; the forks of 2023 use 1. If it is
+            a multiple of 128 or of 8, shards start at multiples of that, too. With 128 a block of
+            state in low precision lies in one param and on one rank, for any number of ranks and
+            buckets. 64 is enough for the kernels of all accelerators.
         last: params that come after the others, in buckets of their own.
 
     >>> layout = lay_out([ParamSpec("a", 3), ParamSpec("b", 4)], num_shards=2, alignment_numel=1)
@@ -223,7 +224,7 @@ def lay_out(
     }
     for name, number in numbers.items():
         if number is not None and number < 1:
-            raise LayoutError(f"{name} is {number}. Write {name}=1 or more.")
+            raise LayoutError(f"{name} is {number}, but it must be at least 1. Write {name}=1.")
     slots: list[ParamSlot] = []
     buckets: list[Bucket] = []
     shard_unit = next(
@@ -244,8 +245,8 @@ def lay_out(
 
 
 def default_bucket_size(numel: int, num_shards: int) -> int:
-    """The bucket size where none is given and communication is overlapped with backward, in
-    elements of `numel`.
+    """The bucket size for a buffer of `numel` elements, if none is given and communication is
+    overlapped.
 
     >>> [default_bucket_size(numel, 4) for numel in (100_000_000, 1000, 10**10)]
     [12500000, 524288, 40000000]
@@ -261,8 +262,8 @@ def adopt(
     num_shards: int,
     numel_unpadded: Sequence[int],
 ) -> BufferLayout:
-    """The layout of buffers that a host made, from slots in any order; `numel_unpadded` is of each
-    bucket."""
+    """The layout of a buffer that a host has allocated. `slots` may be in any order;
+    `numel_unpadded` has a number for each bucket."""
     buckets = [
         Bucket(i, span, numel)
         for i, (span, numel) in enumerate(zip(bucket_spans, numel_unpadded, strict=True))
@@ -272,16 +273,16 @@ def adopt(
 
 
 def choose_buckets(layouts: Sequence[BufferLayout], fraction: float) -> list[frozenset[int]]:
-    """The buckets whose state is on the host, by buffer: those that come first, until the fraction
+    """The buckets whose state is kept in CPU memory, by buffer: the first ones, until the fraction
     is reached.
 
-    Buckets are whole, so a fraction takes more than it says: of a single bucket any fraction above
-    0 takes all.
+    Only whole buckets are chosen, so they hold at least the fraction: of a single bucket, any
+    fraction above 0 takes all.
 
     Args:
-        layouts: of the buffers of 16-bit params, in the order in which their gradients arrive in
-            backward.
-        fraction: of their elements, padding included; from 0 to 1.
+        layouts: the layouts of the buffers of 16-bit params, in the order in which their gradients
+            arrive in backward.
+        fraction: the fraction of their elements, padding included; from 0 to 1.
 
     >>> layout = lay_out([ParamSpec(name, 64) for name in "abcd"], num_shards=2, bucket_size=64)
     >>> [sorted(*choose_buckets([layout], fraction)) for fraction in (0.0, 0.25, 0.26, 1.0)]

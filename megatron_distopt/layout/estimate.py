@@ -1,4 +1,4 @@
-"""What one rank will hold and send, worked out before anything is allocated.
+"""Computes what one rank will hold and send, before anything is allocated.
 
 `optimizer.measure_memory` reads the same bytes off tensors; tests/cli/test_plan_figures.py and
 tests/sim/test_offload.py compare the two.
@@ -14,7 +14,7 @@ from itertools import groupby
 from megatron_distopt.layout.buckets import BLOCK_NUMEL, BufferLayout
 from megatron_distopt.layout.shards import owned_shards, plan_flat_params
 
-#: Bytes an element of each form of main params of 16-bit params and of moments, without scales.
+#: Bytes for an element of main params of 16-bit params and of moments, by form, without scales.
 MAIN_NBYTES = {"float32": 4, "remainder": 2, "bfloat16": 0}
 MOMENT_NBYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 #: The form that has a scale of one byte for each block of elements.
@@ -22,21 +22,21 @@ WITH_SCALES = "int8"
 _FP32_NBYTES = 4
 #: Every flat param that Adam updates counts its updates in an fp32 tensor of one element.
 _COUNTER_NBYTES = 4
-#: Sum of squares, zeros and whether something is not finite, each a float64.
+#: The sum of squares, the number of zeros and whether something is not finite, each a float64.
 _STATISTICS_NBYTES = 3 * 8
 
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """Bytes an element of each kind of tensor."""
+    """Bytes for an element of each kind of tensor."""
 
-    param: int  # of the param buffer
-    grad: int  # of the grad buffer
-    main: int  # of main params of their own; 0 where the model param is its own main param
-    moments: int = 8  # of both moments together
-    reduce: int = 0  # of a gradient while it is communicated; 0 for as many as in the grad buffer
+    param: int  # param buffer
+    grad: int  # grad buffer
+    main: int  # main params; 0 if the model param is its own main param
+    moments: int = 8  # both moments together
+    reduce: int = 0  # a gradient that is communicated; 0 for as many as in the grad buffer
     moment_scales: int = 0  # how many of the two moments have scales
-    average: int = 0  # of the averages of main params
+    average: int = 0  # averages of main params
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +44,19 @@ class Footprint:
     """Bytes that one rank holds, padding included."""
 
     param_nbytes: int = 0  # the param buffer, which every rank holds whole
-    grad_nbytes: int = 0  # the grad buffer, likewise
-    main_nbytes: int = 0  # of the flat params that the rank owns, wherever they are
-    moment_nbytes: int = 0  # likewise, with the counters of updates
-    average_nbytes: int = 0  # averages of main params, likewise
-    host_nbytes: int = 0  # of main params, moments and averages, those in the memory of the host
-    # pinned memory of the host, for gradients on their way there and params on their way back
+    grad_nbytes: int = 0  # the grad buffer, which every rank holds whole
+    main_nbytes: int = 0  # main params of this rank, on any device
+    moment_nbytes: int = 0  # moments of this rank and counts of updates, on any device
+    average_nbytes: int = 0  # averages of this rank, on any device
+    host_nbytes: int = 0  # the main params, moments and averages that are in CPU memory
+    # pinned CPU memory, to copy gradients to the CPU and params back
     staging_nbytes: int = 0
     step_nbytes: int = 0  # on the device during a step: fp32 copies of 16-bit gradients
     num_flat_params: int = 0  # tensors that the inner optimizer updates
 
     @property
     def lasting_nbytes(self) -> int:
-        """What stays allocated on the device between steps."""
+        """Bytes that stay allocated on the device between steps."""
         state_nbytes = self.main_nbytes + self.moment_nbytes + self.average_nbytes
         return self.param_nbytes + self.grad_nbytes + state_nbytes - self.host_nbytes
 
@@ -74,10 +74,11 @@ def footprint_of(
     """What a rank of the data-parallel group holds for one grad buffer and its param buffer.
 
     Args:
-        layout, rank: of both buffers, in the group.
-        widths: bytes an element of what is on the device; the state on the host is fp32.
-        key_of: from a param's name; neighbours with equal keys are one flat param.
-        on_host: indices of the buckets whose state is on the host, see `choose_buckets`.
+        layout: the layout of both buffers.
+        rank: the rank in the group.
+        widths: bytes for an element of the tensors on the device; state in CPU memory is fp32.
+        key_of: takes a param's name; neighbours with equal keys are one flat param.
+        on_host: indices of the buckets whose state is in CPU memory, see `choose_buckets`.
 
     >>> from megatron_distopt.layout import ParamSpec, lay_out
     >>> layout = lay_out([ParamSpec("a", 96), ParamSpec("b", 32)], num_shards=2)
@@ -126,8 +127,8 @@ class Sent:
 
 
 def sent_for(layout: BufferLayout, widths: Widths) -> dict[str, Sent]:
-    """A reduce-scatter and an all-gather for each bucket of a grad buffer and its param buffer, by
-    kind.
+    """What one rank sends for a grad buffer and its param buffer, by kind of collective: a
+    reduce-scatter and an all-gather for each bucket.
 
     >>> from megatron_distopt.layout import ParamSpec, lay_out
     >>> sent_for(lay_out([ParamSpec("a", 128)], num_shards=2), Widths(param=2, grad=4, main=4))
@@ -142,7 +143,8 @@ def sent_for(layout: BufferLayout, widths: Widths) -> dict[str, Sent]:
 
 
 def sent_for_statistics(num_ranks: int) -> Sent:
-    """The all-reduce of norm, zeros and found-inf over all ranks of the model.
+    """What one rank sends in the all-reduce of norm, zeros and found-inf over all ranks of the
+    model.
 
     >>> sent_for_statistics(2), sent_for_statistics(1)
     (Sent(count=1, nbytes=24), Sent(count=0, nbytes=0))

@@ -1,8 +1,8 @@
-"""The matrices that a param consists of, and what it costs to update them.
+"""The matrices in a param, and what it costs to update them.
 
 An optimizer such as Muon updates a matrix as a whole: no element of the update can be computed
-without all elements of the matrix. A fused param is several matrices, each of which is
-orthogonalized by itself.
+without all elements of the matrix. A fused param holds several matrices, and each of them is
+orthogonalized separately.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from megatron_distopt.layout.spans import Box, Span, stretches
 
 @dataclass(frozen=True, slots=True)
 class MatrixCut:
-    """How tensor-parallel ranks share a param: rank r has the r-th of `size` equal parts of every
-    one of its matrices.
+    """How tensor-parallel ranks share a param: rank r has the r-th of `size` equal parts of each of
+    its matrices.
 
-    A matrix with a stride consists of as many pieces along `dim`, each cut by itself; see [Note:
-    strides] in spans.py.
+    A matrix with a stride consists of that many pieces along `dim`, and each piece is cut; see
+    [Note: strides] in spans.py.
     """
 
     dim: int  # 0 for rows, 1 for columns
     size: int  # number of ranks
-    stride: int = 1  # of the param where it is one matrix
-    # every rank orthogonalizes the whole matrix; else each does its part of the products
+    stride: int = 1  # the param's stride, if it is one matrix
+    # whether every rank orthogonalizes the whole matrix, and not only its part of the products
     is_gathered: bool = True
 
     def whole(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Rows and columns of a matrix of which every rank has `shape`.
+        """Rows and columns of the whole matrix, if every rank's part has `shape`.
 
         >>> MatrixCut(1, 2).whole((3, 4))
         (3, 8)
@@ -44,7 +44,7 @@ class MatrixCut:
 
 @dataclass(frozen=True, slots=True)
 class MatrixBlock:
-    """A contiguous stretch of a flattened param that consists of whole matrices, and of as few as
+    """A contiguous stretch of a flattened param with whole matrices, and as few of them as
     possible."""
 
     in_param: Span
@@ -57,16 +57,16 @@ class MatrixPiece:
 
     matrix: int  # its number among the matrices of the param
     in_param: Span  # the stretch
-    sizes: tuple[int, ...]  # rows and columns to view it in
+    sizes: tuple[int, ...]  # rows and columns of a view of that stretch
     inside: Box  # the elements of that view that belong to the matrix
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixSpec:
-    """A param as matrices: viewed as `rows` x `cols`, and cut along one dimension.
+    """A param as matrices: it is viewed as `rows` x `cols` and cut along one dimension.
 
-    The dimension consists of `repeats` runs of equal length, and every run is cut into `sizes`.
-    Matrix k is made of piece k of all runs. Examples:
+    That dimension consists of `repeats` runs of equal length, and every run is cut into `sizes`.
+    Matrix k consists of piece k of all runs. Examples:
 
     - one matrix: `MatrixSpec(m, n)`
     - gate and up projection, one after the other: `MatrixSpec(2 * m, n, sizes=(m, m))`
@@ -81,20 +81,20 @@ class MatrixSpec:
     rows: int
     cols: int
     dim: int = 0  # 0 to cut rows, 1 to cut columns
-    sizes: tuple[int, ...] = ()  # of the pieces of a run, in rows or columns; empty for one matrix
+    sizes: tuple[int, ...] = ()  # rows or columns of each piece of a run; empty for one matrix
     repeats: int = 1  # number of runs
-    # how tensor-parallel ranks share the matrices; None where this rank has all of them
+    # how tensor-parallel ranks share the matrices; None if this rank has all of them
     cut: MatrixCut | None = None
 
     def __post_init__(self) -> None:
         if self.dim not in (0, 1) or self.repeats < 1 or min(self.rows, self.cols, *self.sizes) < 1:
             raise LayoutError(
-                f"{self} has no matrices: dim is 0 or 1, and rows, columns, sizes and repeats are "
-                "at least 1. Give the sizes of the param's own parts."
+                f"{self} describes no matrices: dim must be 0 or 1, and rows, cols, sizes and "
+                "repeats at least 1. Give the sizes of the param's own parts."
             )
         if self.sizes and sum(self.sizes) * self.repeats != self._length:
             raise LayoutError(
-                f"Matrices of {self.repeats} times {self.sizes} do not add up to the "
+                f"{self.repeats} times the sizes {self.sizes} do not add up to the "
                 f"{self._length} {('rows', 'columns')[self.dim]} of the param. Give the sizes of "
                 "all its parts."
             )
@@ -110,11 +110,11 @@ class MatrixSpec:
 
     @property
     def _length(self) -> int:
-        """Of the dimension that is cut."""
+        """The length of the dimension that is cut."""
         return self.rows if self.dim == 0 else self.cols
 
     def _shape(self, length: int) -> tuple[int, int]:
-        """Of a part with so many rows or columns."""
+        """The shape of a part of this length along the dimension that is cut."""
         return (length, self.cols) if self.dim == 0 else (self.rows, length)
 
     def whole(self, shape: tuple[int, int]) -> tuple[int, int]:
@@ -123,8 +123,8 @@ class MatrixSpec:
 
     @property
     def blocks(self) -> tuple[MatrixBlock, ...]:
-        """In the order of the param: one for each matrix, or one for all of them where their
-        elements alternate.
+        """The blocks in the order of the param: one for each matrix, or one for all of them if
+        their elements alternate.
 
         >>> tuple(block.in_param for block in MatrixSpec(6, 4, sizes=(4, 2)).blocks)
         (Span(start=0, stop=16), Span(start=16, stop=24))
@@ -162,8 +162,8 @@ class MatrixSpec:
         3-D are several."""
         if len(param.shape) < 2:
             raise LayoutError(
-                f"Param {param.name!r} has shape {param.shape} and is no matrix, which has at "
-                "least 2 dimensions. Update it with AdamW."
+                f"Param {param.name!r} has shape {param.shape}, but a matrix needs at least 2 "
+                "dimensions. Update the param with AdamW."
             )
         *outer, rows, cols = param.shape
         count = math.prod(outer)
@@ -176,10 +176,10 @@ def _one_after_the_other(numels: Sequence[int]) -> list[Span]:
 
 
 def update_cost(shape: tuple[int, int]) -> int:
-    """What a matrix costs its owner, in any unit.
+    """What the update of a matrix costs its owner, in an arbitrary unit.
 
-    The products of Muon's iteration multiply its elements by its shorter side. What a class of
-    optimizers needs for a whole param is not known; taken for a matrix of one row it costs its
+    For Muon's iteration it is the number of elements times the shorter side. For other classes the
+    cost is unknown; a whole param counts as a matrix of one row, so its cost is its number of
     elements.
 
     >>> update_cost((2, 3)), update_cost((3, 2)), update_cost((1, 6))

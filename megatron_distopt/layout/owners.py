@@ -1,18 +1,19 @@
-"""Which rank computes the update of each matrix, and what travels to it and back.
+"""Which rank computes the update of each matrix, and what is sent to it and back.
 
 [Note: matrix owners] An optimizer such as Muon needs a whole matrix at a time. The layout does not
 change for it: every rank keeps main params and momentum of its shards, wherever their borders cut a
 matrix. In addition every matrix has one *matrix owner*, the rank that orthogonalizes it. The other
-ranks with a piece of it send theirs to the owner and get the same elements of the update back. A
-matrix that lies whole in the shard of its owner does not travel. This works for every layout, also
-for the buffers of a host. docs/decisions.md, section 7, compares other ways.
+ranks with a piece of the matrix send it to the owner and receive the same elements of the update. A
+matrix that lies whole in its owner's shard is not sent. This works for every layout, including
+those of a host's buffers. docs/decisions.md compares
+alternatives.
 
-[Note: balance] All ranks wait for the one with the costliest updates. No choice makes its cost
-lower than the average of all ranks, or than the costliest matrix: this is the bound. A matrix goes
-to the rank with the longest piece of it, which saves most travel, as long as that rank's cost stays
-within 1.03 times the bound; else to the rank with a piece that has the lowest cost so far, with the
-same condition; else to the rank with the lowest cost so far. Those that lie whole in a shard choose
-first, because they have most to lose; costlier ones choose before cheaper ones."""
+[Note: balance] All ranks wait for the one with the costliest updates. Its cost cannot be lower than
+the average of all ranks, or than the costliest matrix: this is the bound. A rank may get a matrix
+only if its cost stays within 1.03 times the bound. The rank with the longest piece is tried first,
+because that saves most communication. Then comes the cheapest rank so far with a piece, and if both
+would exceed the limit, the cheapest rank of all. Matrices that lie whole in a shard are assigned
+first, because they have most to lose, and costlier ones before cheaper ones."""
 
 from __future__ import annotations
 
@@ -28,8 +29,7 @@ from megatron_distopt.layout.matrices import MatrixBlock, MatrixSpec, update_cos
 from megatron_distopt.layout.shards import owned_shards
 from megatron_distopt.layout.spans import Span
 
-#: How far above the bound the cost of a rank may come before a matrix goes to a rank that has less
-#: of it.
+#: How far the cost of a rank may exceed the bound, see [Note: balance].
 _TOLERANCE = 1.03
 
 
@@ -43,15 +43,15 @@ class MatrixOwner:
     in_buffer: Span  # the elements of the block
     rank: int  # in the data-parallel group
     cost: int  # of the update
-    #: Of travel; None where the owner has all of it. In a round a rank is the owner of at most one
-    #: block, so that it needs memory for one at a time.
+    #: The round in which pieces are sent; None if the owner has all of the block. A rank owns at
+    #: most one block of a round, so it needs memory for only one at a time.
     round: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Travel:
-    """A piece of a block that goes from the rank that owns its elements to the matrix owner; the
-    update comes back."""
+    """A piece of a block that the rank with its elements sends to the matrix owner, which sends the
+    update back."""
 
     name: str
     round: int
@@ -121,10 +121,11 @@ def _travel(owner: MatrixOwner, holder: int, in_buffer: Span) -> Iterator[Travel
 
 
 def plan_owners(layout: BufferLayout, matrices: Mapping[str, MatrixSpec]) -> OwnerPlan:
-    """Chooses the owners of matrices, by name of their param, see [Note: balance].
+    """Chooses the owners of `matrices`, which are given by the name of their param; see [Note:
+    balance].
 
-    It depends on its arguments alone, so all ranks choose alike. All other params are updated
-    element by element.
+    The choice depends only on the arguments, so all ranks choose alike. All other params are
+    updated element by element.
 
     >>> from megatron_distopt.layout import ParamSpec, lay_out
     >>> layout = lay_out([ParamSpec("a", 4), ParamSpec("b", 8)], num_shards=2, alignment_numel=1)
@@ -141,8 +142,8 @@ def plan_owners(layout: BufferLayout, matrices: Mapping[str, MatrixSpec]) -> Own
                 "no elements in this buffer" if slot is None else f"{slot.in_buffer.numel} elements"
             )
             raise LayoutError(
-                f"Param {name!r} has {numel}, and matrices of {spec.numel}. Give its own rows and "
-                "columns."
+                f"Param {name!r} has {numel}, but its matrices have {spec.numel}. Give the param's "
+                "own rows and columns."
             )
     blocks = [
         (slot, block, block.in_param.moved_by(slot.in_buffer.start))
@@ -196,8 +197,8 @@ def _choose_ranks(
 
 
 def _with_longest_piece(bucket: Bucket, in_buffer: Span, num_ranks: int) -> list[int]:
-    """The ranks with the longest piece of a stretch; all between the first and the last one have
-    whole shards of it."""
+    """The ranks with the longest piece of a stretch. All ranks between the first and the last one
+    have their whole shard in it."""
     holders = bucket.holders(in_buffer, num_ranks)
     numel_of = dict.fromkeys(holders, bucket.in_buffer.numel // num_ranks)
     for rank in (holders[0], holders[-1]):

@@ -1,14 +1,14 @@
-"""Which part of which parameter a rank owns, and which of these parts the optimizer treats as one
+"""Which part of which param a rank owns, and which of these parts the optimizer treats as one
 tensor.
 
-`owned_shards` costs O(log params + what the rank owns) a bucket and nothing for the other ranks, so
-that a layout over thousands of ranks is planned as fast as one over two.
+For each bucket `owned_shards` takes O(log params + shards of the rank) and nothing for the other
+ranks. So a layout over thousands of ranks is planned as fast as one over two.
 
-[Note: flat main params] An inner optimizer that sees one tensor a parameter spends its time on
-launching kernels. So neighbours that are alike (`key`: same param group, all in the gradient norm
-or none) become one 1-D tensor, a flat param. Padding between two of its params belongs to it: it is
-zero in params and grads, and an element-wise update of zeros stays zero. Padding at the end of a
-bucket does not."""
+[Note: flat main params] An inner optimizer with one tensor for each param spends its time on
+launching kernels. So neighbours with equal `key` (the same param group, and all or none in the
+gradient norm) become one 1-D tensor, a flat param. It includes padding between its params: that is
+zero in params and grads, and an element-wise update of zeros is zero. It does not include padding
+at the end of a bucket."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class ParamShard:
-    """One param ∩ one shard: the same elements in every index space that is used."""
+    """The elements of one param in one shard, in every index space that is used."""
 
     name: str  # of the param
     rank: int  # in the data-parallel group
@@ -39,8 +39,7 @@ class ParamShard:
 
 
 def owned_shards(layout: BufferLayout, rank: int) -> tuple[ParamShard, ...]:
-    """The param shards that `rank` owns, in buffer order; empty where every shard of the rank is
-    padding.
+    """The param shards that `rank` owns, in buffer order; empty if the rank has only padding.
 
     >>> from megatron_distopt.layout import ParamSpec, lay_out
     >>> layout = lay_out([ParamSpec("a", 3), ParamSpec("b", 4)], num_shards=2, alignment_numel=1)
@@ -49,8 +48,8 @@ def owned_shards(layout: BufferLayout, rank: int) -> tuple[ParamShard, ...]:
     """
     if not 0 <= rank < layout.num_shards:
         raise LayoutError(
-            f"Rank {rank} has none of the {layout.num_shards} shards. Give the rank inside the "
-            "data-parallel group."
+            f"Rank {rank} owns no shard, because there are only {layout.num_shards} shards. Give "
+            "the rank inside the data-parallel group."
         )
     found: list[ParamShard] = []
     for bucket in layout.buckets:
@@ -65,7 +64,8 @@ def owned_shards(layout: BufferLayout, rank: int) -> tuple[ParamShard, ...]:
 
 
 def param_shard(slot: ParamSlot, bucket: Bucket, rank: int, shard: Span) -> ParamShard | None:
-    """What `rank`, whose shard of the bucket is `shard`, owns of a param in it."""
+    """The part of a param that `rank` owns, whose shard of the bucket is `shard`; None if it owns
+    none."""
     owned = slot.in_buffer.intersect(shard)
     if owned is None:
         return None
@@ -76,7 +76,7 @@ def param_shard(slot: ParamSlot, bucket: Bucket, rank: int, shard: Span) -> Para
 
 @dataclass(frozen=True, slots=True)
 class FlatParamPlan(Generic[Key]):
-    """A flat param as planned: a stretch of one rank's shard of one bucket."""
+    """The plan of a flat param: a stretch of one rank's shard of one bucket."""
 
     key: Key  # what its params have in common
     bucket: int  # index
@@ -85,7 +85,7 @@ class FlatParamPlan(Generic[Key]):
 
     @property
     def padding_numel(self) -> int:
-        """Elements between its params that belong to none."""
+        """The number of elements between its params."""
         return self.in_buffer.numel - sum(shard.in_param.numel for shard in self.shards)
 
     def in_flat_param(self, shard: ParamShard) -> Span:
@@ -96,8 +96,8 @@ class FlatParamPlan(Generic[Key]):
 def plan_flat_params(
     shards: Iterable[ParamShard], key_of: Callable[[str], Key | None]
 ) -> tuple[FlatParamPlan[Key], ...]:
-    """Joins neighbours of one bucket with equal keys, in buffer order; no flat param spans one
-    whose key is None."""
+    """Joins neighbours of one bucket with equal keys, in buffer order. A param whose key is None is
+    in no flat param, and none spans it."""
     plans = []
     for (bucket, key), members in groupby(
         shards, key=lambda shard: (shard.bucket, key_of(shard.name))

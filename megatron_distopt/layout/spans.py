@@ -1,20 +1,20 @@
-"""Ranges of element indices: spans in one dimension, boxes in N, and where those of a rank lie in
-the whole param.
+"""Ranges of element indices: spans in one dimension, boxes in N, and where a rank's lie in the
+whole param.
 
-A rank owns a stretch of a flattened param. In the N-D param that stretch is at most 2N-1 boxes,
-exactly: the rest of the first row, whole rows, and the beginning of the last row, where each of the
-two partial rows is such a stretch of one dimension less.
+A rank owns a stretch of a flattened param. In the N-D param that stretch is at most 2N-1 boxes: the
+rest of the first row, whole rows, and the beginning of the last row. Each of the two partial rows
+is again such a stretch with one dimension less.
 
-[Note: strides] A tensor-parallel param is cut along one dimension. With a stride of s its slice is
-s pieces one after the other: piece k of rank r is number k * size + r of the whole. That is how
-Megatron keeps a fused gate and up projection: each half is cut by itself, so that a rank can
-multiply its gate with its up.
+[Note: strides] A tensor-parallel param is cut along one dimension. With a stride of s a rank's
+slice is s pieces one after the other: piece k of rank r is number k * size + r of the whole.
+Megatron keeps a fused gate and up projection like this: each half is cut separately, so that a rank
+can multiply its gate with its up projection.
 
-[Note: memory order] A param of plain torch keeps its strides in the buffer: a channels_last
-convolution or a transposed weight lies there in another order than that of its shape. Kernels are
-fast for these strides, and torch's DistributedDataParallel copies gradients by those that it found
-when it was built. The flattened param is the permuted one, whose elements lie one after the other.
-A checkpoint has boxes of the param itself, so that it loads whatever the strides are.
+[Note: memory order] A param of plain torch keeps its strides in the buffer, such as those of a
+channels_last convolution or a transposed weight. Kernels are fast for these strides, and torch's
+DistributedDataParallel copies gradients by the strides that it found when it was built. The
+flattened param is the param permuted to its memory order. A checkpoint has boxes of the param
+itself, so it loads with any strides.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Span:
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop:
             raise LayoutError(
-                f"[{self.start}, {self.stop}) is no span. Give a start of at least 0 before its "
-                "stop."
+                f"A span cannot start at {self.start} and stop at {self.stop}. Give a start of at "
+                "least 0 and a stop that is not below it."
             )
 
     @property
@@ -73,8 +73,8 @@ class Span:
 
 @dataclass(frozen=True, order=True, slots=True)
 class Box:
-    """Elements `offsets[d]` to `offsets[d] + sizes[d]` of every dimension d; of a 0-D tensor its
-    one element.
+    """Elements `offsets[d]` to `offsets[d] + sizes[d]` of every dimension d; for a 0-D tensor its
+    only element.
 
     >>> Box((0, 2), (4, 3)).intersect(Box((3, 0), (2, 4)))
     Box(offsets=(3, 2), sizes=(1, 2))
@@ -89,8 +89,8 @@ class Box:
         )
         if len(self.offsets) != len(self.sizes) or not is_inside:
             raise LayoutError(
-                f"Offsets {self.offsets} with sizes {self.sizes} are no box. Give offsets of at "
-                "least 0 and sizes of at least 1 in every dimension."
+                f"A box cannot have offsets {self.offsets} and sizes {self.sizes}. Give an offset "
+                "of at least 0 and a size of at least 1 for every dimension."
             )
 
     @classmethod
@@ -122,7 +122,7 @@ class Box:
         return Box(tuple(offsets), self.sizes)
 
     def permuted(self, dims: Sequence[int]) -> Box:
-        """The same elements of a tensor that `permute(dims)` was called on.
+        """The box of the same elements after `permute(dims)` of the tensor.
 
         >>> Box((0, 2), (4, 3)).permuted((1, 0))
         Box(offsets=(2, 0), sizes=(3, 4))
@@ -145,8 +145,8 @@ def boxes(shape: Sequence[int], span: Span) -> tuple[Box, ...]:
     """
     if span.stop > math.prod(shape):
         raise LayoutError(
-            f"{span} is not inside the {math.prod(shape)} elements of shape {tuple(shape)}. Give a "
-            "span of the param."
+            f"{span} does not lie within the {math.prod(shape)} elements of shape {tuple(shape)}. "
+            "Give a span of the param."
         )
     return tuple(_boxes(tuple(shape), span)) if span.numel else ()
 
@@ -193,11 +193,10 @@ class Piece:
 
     in_global: Box  # of the whole param
     in_param: Span  # a contiguous stretch of this rank's flattened param
-    sizes: tuple[int, ...]  # the shape to view that stretch in
-    # the elements of that view that belong to the piece: all, unless a later dimension than 0 is
-    # cut
+    sizes: tuple[int, ...]  # the shape of a view of that stretch
+    # the elements of that view that belong to the piece: all, unless a dimension after 0 is cut
     inside: Box
-    # how to permute those elements into the box, see [Note: memory order]; () where they lie so
+    # how to permute those elements into the box, see [Note: memory order]; () for not at all
     dims: tuple[int, ...] = ()
 
 
@@ -205,17 +204,16 @@ class Piece:
 class Placement:
     """The place of a rank's param in the whole model."""
 
-    name: str  # in the whole model: pipeline stage and chunk resolved
+    name: str  # in the whole model: without pipeline stage and chunk
     shape: tuple[int, ...]  # of the param on this rank
-    # along which it is cut over tensor-parallel ranks; None where every rank holds all of it
+    # the dimension along which it is cut over tensor-parallel ranks; None if it is not cut
     dim: int | None = None
     rank: int = 0  # in the tensor-parallel group
     size: int = 1  # of the tensor-parallel group
     stride: int = 1  # see [Note: strides]
-    # the first dimension ends with unused rows, of which other runs may have more or fewer
+    # whether the first dimension ends with unused rows; other runs may have more or fewer of them
     is_padded: bool = False
-    # the dimensions by which elements lie one after the other, the slowest first, see [Note: memory
-    # order]; () for those of `shape`
+    # the dimensions in memory order, the slowest first, see [Note: memory order]; () if contiguous
     order: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -225,14 +223,15 @@ class Placement:
         has_rank = 0 <= self.rank < self.size
         if not (has_dim and has_rank):
             raise LayoutError(
-                f"Param {self.name!r} of shape {self.shape} cannot be cut along dim {self.dim} for "
-                f"rank {self.rank} of {self.size}. Give the param's own partition_dim."
+                f"Param {self.name!r} of shape {self.shape} cannot be cut along dimension "
+                f"{self.dim} for rank {self.rank} of {self.size}. Give the param's own "
+                "partition_dim."
             )
         if self.stride < 1 or self.shape[self.dim] % self.stride:
             raise LayoutError(
-                f"Param {self.name!r} has stride {self.stride}, which does not divide the "
-                f"{self.shape[self.dim]} elements of dimension {self.dim}. Give the param's own "
-                "stride."
+                f"Param {self.name!r} has stride {self.stride}, which does not divide its "
+                f"{self.shape[self.dim]} elements along dimension {self.dim}. Give the param's own "
+                "partition_stride."
             )
 
     @property

@@ -1,2 +1,1 @@
-"""The update: which kernel, which scale, which norm, and the sharded step that ties them together
-(step.py)."""
+"""The update: kernels, loss scale, gradient norm, and the sharded step that uses them (step.py)."""

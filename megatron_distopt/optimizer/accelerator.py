@@ -1,9 +1,8 @@
-"""Which device we are on. The only file of the package that may spell out the name of a device
-vendor's API.
+"""Which device training runs on. Only this file of the package may name the API of a device vendor.
 
-DeepSpeed's accelerator abstraction is asked where DeepSpeed is installed, torch's own where it is
-not. Neither is imported before an optimizer is built: importing DeepSpeed takes seconds and
-initialises the device.
+If DeepSpeed is installed, its accelerator abstraction names the device, otherwise torch does.
+DeepSpeed is not imported before an optimizer is built, because that takes seconds and initializes
+the device.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ def find_accelerator(choice: str = "auto") -> Accelerator:
     """The accelerator of this process.
 
     Raises:
-        ConfigError: "deepspeed" was asked for and is not installed.
+        ConfigError: if `choice` is "deepspeed" and DeepSpeed is not installed.
     """
     has_deepspeed = find_spec("deepspeed") is not None
     if choice == "deepspeed" and not has_deepspeed:
         raise ConfigError(
-            "accelerator is 'deepspeed', and deepspeed is not installed. Run pip install "
+            "accelerator is 'deepspeed', but DeepSpeed is not installed. Run pip install "
             "deepspeed, or write accelerator='torch'."
         )
     if has_deepspeed and choice != "torch":
@@ -51,8 +50,8 @@ def find_accelerator(choice: str = "auto") -> Accelerator:
 
 
 def _torch_device_type() -> str:
-    """Asks whether the device is there: a torch that was compiled for one names it on a machine
-    without as well."""
+    """The type of the device that torch can use. A torch that was compiled for a device names it
+    even on a machine without it, so this asks whether it is available."""
     if hasattr(torch, "accelerator") and torch.accelerator.is_available():
         current = torch.accelerator.current_accelerator()
         return CPU if current is None else current.type
@@ -63,13 +62,14 @@ def check_devices(devices: set[torch.device], accelerator: Accelerator) -> torch
     """The one device of all params.
 
     Raises:
-        LayoutError: several devices, or one that neither the accelerator nor the CPU is.
+        LayoutError: if there are several devices, or one that is neither the accelerator nor the
+            CPU.
     """
     if len(devices) != 1:
         found = ", ".join(sorted(map(str, devices))) or "no device"
         raise LayoutError(
-            f"The params are on {found}, and must all be on one. Move the model to one device "
-            "first."
+            f"The params are on {found}, but they must all be on one device. Move the model to one "
+            "device first."
         )
     device = next(iter(devices))
     if device.type not in (accelerator.device_type, CPU):
@@ -77,12 +77,12 @@ def check_devices(devices: set[torch.device], accelerator: Accelerator) -> torch
         remedy = "Move the model with model.to(...) first"
         if accelerator.named_by == "deepspeed" and device.type == _torch_device_type():
             remedy = (
-                "Write accelerator='torch' or MEGATRON_DISTOPT_ACCELERATOR=torch, because torch "
-                "names that device"
+                f"torch names {device.type}, so write accelerator='torch' or "
+                "MEGATRON_DISTOPT_ACCELERATOR=torch"
             )
         raise LayoutError(
-            f"The params are on {device}, and must be on {known} ({accelerator.named_by} names "
-            f"{accelerator.device_type} as accelerator). {remedy}."
+            f"The params are on {device}, but they must be on {known}, because "
+            f"{accelerator.named_by} names {accelerator.device_type} as accelerator. {remedy}."
         )
     return device
 
@@ -94,23 +94,23 @@ def has_torch_fused(device_type: str) -> bool:
 
 
 def usable_device(device_type: str) -> torch.device:
-    """The current device of that type, or the CPU where this machine has none."""
+    """The current device of that type, or the CPU if this machine has none."""
     return torch.device(device_type if device_type == _torch_device_type() else CPU)
 
 
 def stats_dtype(device: torch.device) -> torch.dtype:
-    """What gradient statistics are added up in: float64 where the device has it, so that the order
-    does not matter."""
+    """The dtype in which gradient statistics are summed: float64 if the device has it, so that the
+    order of the sums does not matter."""
     has_float64 = device.type not in _WITHOUT_FLOAT64 and has_dtype(device.type, torch.float64)
     return torch.float64 if has_float64 else torch.float32
 
 
 @cache
 def has_dtype(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether the device has tensors of a dtype, tried where this machine has the device; else
-    yes."""
+    """Whether the device has tensors of a dtype. If this machine does not have the device, it is
+    assumed to."""
     if device_type != _torch_device_type():
-        return True  # nothing can be tried here
+        return True  # it cannot be tried here
     try:
         torch.zeros((), dtype=dtype, device=device_type)
     except (TypeError, RuntimeError):

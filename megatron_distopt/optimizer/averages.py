@@ -1,10 +1,11 @@
 """An exponential moving average of the main params, in fp32, on the rank that owns them.
 
-After each step that was taken an average becomes `average + (1 - decay) * (main - average)`; the
-first one copies. Each bit is as that of torch's `AveragedModel(model,
-multi_avg_fn=get_ema_multi_avg_fn(decay))` over fp32 params, also where a param has no gradient, or
-trains later: its average begins as its value. In 16 bits an average would not move, as a step
-changes less than its last bit. Source: torch/optim/swa_utils.py.
+After each step that was made, an average becomes `average + (1 - decay) * (main - average)`; the
+first time it is a copy. It is bit-identical to torch's `AveragedModel(model,
+multi_avg_fn=get_ema_multi_avg_fn(decay))` over fp32 params. That holds for a param without a
+gradient, too, and for one that begins to train later: its average begins as its value. Averages are
+fp32, because a step changes less than the last bit of a 16-bit average. Source:
+torch/optim/swa_utils.py.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from torch import Tensor
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
 from megatron_distopt.optimizer.main_params import FlatParam
 
-#: Their kind in a checkpoint.
+#: The kind of averages in a checkpoint.
 AVERAGE = "main_average"
-#: Elements of which fp32 values are made at once where a main param has another form.
+#: How many elements of a main param in low precision are converted to fp32 at a time.
 _STRETCH = 1 << 22
 
 
 class Averages:
-    """What one optimizer knows of its averages, which are in its flat params."""
+    """Updates the averages of one optimizer, which are in its flat params."""
 
     def __init__(self, decay: float) -> None:
-        self.weight = 1 - decay  # of the main params in a step
-        # whether a step was averaged, here or in a run that was loaded; or nothing reads them
+        self.weight = 1 - decay  # the weight of the main params in a step
+        # whether a step was averaged, here or in a loaded run; until then nothing uses the averages
         self.has_begun = False
         self.are_shown = False  # whether the model has them in place of its params
 
@@ -39,10 +40,10 @@ class Averages:
         is_taken: Callable[[], bool],
         found_inf: Tensor | None,
     ) -> None:
-        """Averages a step.
+        """Updates the averages after a step.
 
-        `is_taken` may wait for the device; `found_inf`, fp32 0-D there, is 1 where the step was
-        skipped.
+        `is_taken` says whether the step was made, and may wait for the device. `found_inf`, fp32
+        0-D on the device, is 1 if the step was skipped.
         """
         weight = self.weight if found_inf is None else self.weight * (1 - found_inf)
         is_first = not self.has_begun

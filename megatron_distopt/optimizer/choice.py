@@ -1,5 +1,4 @@
-"""Which optimizer does the update: Adam, SGD, or one of the user's, which need not be
-element-wise."""
+"""Chooses the inner optimizer: Adam, SGD, or one of the user's, which need not be element-wise."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ from megatron_distopt.optimizer.owners.whole_params import TrainedParams, WholeP
 
 #: The call with which plain torch gets Muon.
 WITH_MUON = "distribute(model, [torch.optim.Muon(matrices, ...), torch.optim.AdamW(others, ...)])"
-#: torch's own of which a fused kernel may take the place, and the name of that.
+#: Classes of torch's that a fused kernel may replace, and the name of the choice.
 _FUSED = {
     torch.optim.AdamW: "torch_fused",
     torch.optim.Adam: "torch_fused",
@@ -48,21 +47,21 @@ _FUSED = {
 def choose_inner(
     config: DistOptConfig, device_type: str, params: TrainedParams | None = None
 ) -> InnerChoice:
-    """Picks the inner optimizer.
+    """Chooses the inner optimizer.
 
     Raises:
-        ConfigError: what was asked for by name is not there, or what it updates by itself was not
-            said, or not rightly.
+        ConfigError: if a named optimizer cannot be used, or if the option `updates` is missing or
+            wrong for it.
     """
     if config.updates is not None and ":" not in config.optimizer:
         raise ConfigError(
-            f"updates is {config.updates!r}, which says something of a class of your own, and the "
+            f"updates is {config.updates!r}, but it describes only a class of your own, and the "
             f"optimizer is {config.optimizer!r}. Leave updates out."
         )
     if config.optimizer == "muon":
         raise ConfigError(
-            "optimizer is 'muon', which only a Megatron takes by name; plain torch takes an "
-            f"object. Write {WITH_MUON}, or use adam."
+            "optimizer is 'muon', but only in a Megatron can Muon be chosen by name. In plain "
+            f"torch write {WITH_MUON}, or use adam."
         )
     if not Precision.of(config).is_full:
         check_compatible(config)
@@ -71,7 +70,7 @@ def choose_inner(
             device_type,
             adam_options(config),
             is_decoupled=config.is_decoupled,
-            why=("the precision of the state asks for it",),
+            why=("the precision of the state needs it",),
         )
     if config.optimizer == "sgd":
         on_host = partial(_build_sgd, config=config, device_type=CPU)
@@ -89,8 +88,8 @@ def adopt_instance(
     params.
 
     Raises:
-        ConfigError: it was stepped or loaded before, or what it updates by itself was not said, or
-            not rightly.
+        ConfigError: if it was stepped or loaded before, or if the option `updates` is missing or
+            wrong for it.
     """
     check_new(instance)
     _check_not_distributed_itself(type(instance))
@@ -99,7 +98,7 @@ def adopt_instance(
     device = devices[0] if devices else torch.device(CPU)
     candidate = Candidate(kind, build, kind.__name__, instance.param_groups, device)
     chosen = _by_updates(candidate, config or DistOptConfig(), params)
-    # torch's own keep nothing in their param groups, so that two of them can share a state.
+    # torch's own classes keep nothing in their param groups, so two of them can share a state.
     can_share = is_of_torch(kind) and not chosen.updates_whole_params
     return replace(
         chosen,
@@ -112,7 +111,8 @@ def adopt_instance(
 def _by_updates(
     candidate: Candidate, config: DistOptConfig, params: TrainedParams | None
 ) -> InnerChoice:
-    """Of flat params where the class updates each element by itself, or else of whole params."""
+    """The choice over flat params if the class updates each element independently, or else over
+    whole params."""
     dims = () if params is None else {len(shape) for shape in params.shapes.values()} or {1, 2}
     updates, written = declared_updates(candidate, dims, config.updates)
     if params is None or updates == ELEMENTS:
@@ -130,9 +130,9 @@ def _by_updates(
 def _check_not_distributed_itself(kind: type[Optimizer]) -> None:
     if kind.__name__ == "DistributedShampoo":
         raise ConfigError(
-            "DistributedShampoo keeps its state in objects of its own and distributes it itself. "
-            "Do not give it to this package: train with torch's DistributedDataParallel and give "
-            "it distributed_config=DDPDistributedConfig(...) (DDPShampooConfig in its older "
+            "DistributedShampoo distributes its state itself, so this package cannot. Train with "
+            "torch's DistributedDataParallel and give DistributedShampoo "
+            "distributed_config=DDPDistributedConfig(...) (DDPShampooConfig in its older "
             "releases), or use pytorch_optimizer's SOAP or Shampoo."
         )
 
@@ -140,10 +140,10 @@ def _check_not_distributed_itself(kind: type[Optimizer]) -> None:
 def fused_instance(
     instance: Optimizer, config: DistOptConfig, device_type: str
 ) -> InnerChoice | None:
-    """The fused kernel in place of a class of torch's own whose user chose no kernel.
+    """Replaces an instance of a torch class with its fused kernel, unless the user chose a kernel.
 
     Returns:
-        None where the instance is to be used itself.
+        None if the instance itself is to be used.
     """
     if not Precision.of(config).is_full:
         return _low_precision_instance(instance, config, device_type)
@@ -188,7 +188,7 @@ def _low_precision_instance(
         device_type,
         options,
         is_decoupled=is_decoupled,
-        why=(f"{type(instance).__name__} was given, and the precision of the state asks for it",),
+        why=(f"{type(instance).__name__} was given, and the precision of the state needs it",),
         defaults=_listed(instance.defaults),
     )
 
@@ -209,13 +209,13 @@ def _user_class(
         chosen = getattr(import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"optimizer is {config.optimizer!r}, which cannot be imported as module:Class "
-            f"({error}). Check the spelling and the PYTHONPATH."
+            f"optimizer is {config.optimizer!r}, but that class cannot be imported ({error}). "
+            "Check the spelling of module:Class and the PYTHONPATH."
         ) from error
     if not (isinstance(chosen, type) and issubclass(chosen, Optimizer)):
         raise ConfigError(
-            f"optimizer is {config.optimizer!r}, which is no subclass of torch.optim.Optimizer. "
-            "Give a class such as torch.optim:Adagrad."
+            f"optimizer is {config.optimizer!r}, but that is not a subclass of "
+            "torch.optim.Optimizer. Give a class such as torch.optim:Adagrad."
         )
     _check_not_distributed_itself(chosen)
     options = {**adam_options(config), "momentum": config.momentum}
@@ -226,8 +226,8 @@ def _user_class(
 
 
 def _with_own_pairs(chosen: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Without numbers of ours that are pairs in that class, such as `eps` of Adafactor: the class's
-    default holds."""
+    """The options that a class takes. If an option of ours is a pair there, such as `eps` of
+    Adafactor, the class's default is used."""
     parameters = inspect.signature(chosen).parameters
     ours = {each.name: each.default for each in fields(DistOptConfig)}
     taken = accepted(chosen, options)

@@ -2,16 +2,16 @@
 all-reduce.
 
 [Note: excluded from the norm] The statistics are those of the gradient of one copy of the whole
-model. Over data-parallel ranks every element has one owner. Over tensor-parallel ranks a duplicated
-param (a norm weight, a bias after a row-parallel layer), and over pipeline stages a shared
-embedding, exists more than once; all ranks but the one that the host names exclude it
+model. Over data-parallel ranks every element has one owner. But tensor-parallel ranks duplicate
+some params (a norm weight, a bias after a row-parallel layer), and pipeline stages share an
+embedding. All ranks except the one that the host names exclude such a param
 (`FlatParamKey.excluded_from_norm`).
 
 [Note: large and infinite] The square of an fp32 number above 1.8e19 is infinite in fp32. On a CPU
-the sum is looked at, which costs nothing there, and is made again in float64 where it is not
-finite. Elsewhere a look would make the CPU wait for the device; there each element is squared in
-float64 in the first place, in the same single read of 4 bytes. Devices without float64 take so
-large a gradient for an infinite one, and `nonfinite_params` says so.
+the sum is read, which costs nothing there, and computed again in float64 if it is not finite. On
+other devices reading it would make the CPU wait, so each element is squared in float64 at once,
+which still reads only 4 bytes. Devices without float64 treat such a large gradient as infinite, and
+`nonfinite_params` says so.
 """
 
 from __future__ import annotations
@@ -32,25 +32,24 @@ from megatron_distopt.optimizer.main_params import FlatParam
 
 _log = logging.getLogger("megatron_distopt")
 
-#: Elements that are added up in fp32 at a time. `dot` adds them one after the other in a few lanes,
-#: so its error grows with the piece: 9e-7 of the sum of squares for 2**20, 2e-8 for 2**16, which
-#: costs a seventh more time.
+#: How many elements are summed in fp32 at a time. `dot` sums sequentially in a few lanes, so its
+#: error grows with the piece: 9e-7 of the sum of squares for 2**20, and 2e-8 for 2**16, which takes
+#: a seventh more time.
 _PIECE_NUMEL = 1 << 16
-#: The same where there is no float64: a kernel adds up in a tree of its own, and launches cost
-#: more.
+#: The same for devices without float64, whose kernels sum in a tree and whose launches cost more.
 _PIECE_NUMEL_OF_DEVICES = 1 << 26
-#: Torch's sum of squares of many tensors in another dtype than theirs; older releases have only its
-#: root, or neither.
+#: torch's sum of squares of many tensors in a wider dtype. Older releases have only the root of it,
+#: or neither.
 _POWSUM: Callable[..., Sequence[Tensor]] | None = getattr(torch, "_foreach_powsum", None)
 _HAS_WIDE_NORM = "dtype" in str(torch.ops.aten._foreach_norm.Scalar._schema)
 
 
 class GradStats(NamedTuple):
-    """Of the gradient as it stands in the grad buffers (not yet divided by loss scale and
-    data-parallel size)."""
+    """Statistics of the gradient as it is in the grad buffers, not yet divided by loss scale and
+    data-parallel size."""
 
     sum_of_squares: float  # over the elements that this rank does not exclude
-    # of those elements, how many are exactly zero; None where they were not asked for
+    # how many of those elements are exactly zero; None if they were not counted
     num_zeros: int | None
     num_nonfinite_ranks: int  # ranks on which something was inf or nan
 
@@ -70,19 +69,19 @@ def local_stats(
     *,
     count_zeros: bool,
 ) -> Tensor:
-    """What this rank contributes: sum of squares, zeros, 1 if something is not finite.
+    """This rank's contribution: the sum of squares, the number of zeros, and 1 if something is not
+    finite.
 
     Returns:
-        [3], float64 where the device has it: sums of exactly representable squares stay exact in
-            any order.
+        [3], float64 if the device has it, so that sums of exactly representable squares are exact
+            in any order.
     """
     if device.type != CPU:
         return local_numbers(flat_params, grads, device, count_zeros=count_zeros)[0]
     included = duplicated = 0.0
     num_zeros = 0
     for flat, grad in zip(flat_params, grads, strict=True):
-        # `dot` reads the gradient once and allocates nothing; a norm in float64 would copy it
-        # first.
+        # `dot` reads the gradient once and allocates nothing; a float64 norm would copy it first.
         sum_of_squares = float(_in_pieces(grad, _PIECE_NUMEL, torch.float64).item())
         if not math.isfinite(sum_of_squares):
             sum_of_squares = float(grad.double().square().sum().item())
@@ -103,11 +102,11 @@ def local_numbers(
     *,
     count_zeros: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The same without a look at any of it, for a device and for a deferred check.
+    """The same without waiting for the device, also for a deferred check.
 
     Returns:
-        What `local_stats` returns, and [len(flat_params)] of that dtype: 1 where the gradient of
-        one is not finite.
+        What `local_stats` returns, and [len(flat_params)] of that dtype: 1 for each flat param
+        whose gradient is not finite.
     """
     sums = _sums_unseen(grads, device)
     zero = torch.zeros((), dtype=stats_dtype(device), device=device)
@@ -130,8 +129,8 @@ def local_numbers(
 
 
 def sum_with(stats: Tensor, extra: Tensor | None, group: Group) -> Tensor:
-    """Collective: the sums of `stats`, 1-D, over the group; `extra`, added up in the same
-    all-reduce, gets its own."""
+    """Collective: returns the sums of `stats`, 1-D, over the group. `extra` is summed in place in
+    the same all-reduce."""
     if group.size == 1:
         return stats
     if extra is None:
@@ -146,7 +145,7 @@ def sum_with(stats: Tensor, extra: Tensor | None, group: Group) -> Tensor:
 def nonfinite_params(flat_params: Sequence[FlatParam]) -> list[str]:
     """Names of the params whose gradient on this rank holds inf or nan; slow, for error messages.
 
-    Where there is none, of those that count as infinite, see [Note: large and infinite].
+    If there is none, those that count as infinite, see [Note: large and infinite].
     """
     parts = [
         (shard.name, flat.cut(flat.grad, shard))
@@ -155,7 +154,7 @@ def nonfinite_params(flat_params: Sequence[FlatParam]) -> list[str]:
     ]
     infinite = [name for name, part in parts if not torch.isfinite(part).all()]
     large = (
-        f"{name} (finite, and above 1.8e19)"
+        f"{name} (finite, but above 1.8e19)"
         for name, part in parts
         if not torch.isfinite(part.dot(part))
     )
@@ -165,27 +164,30 @@ def nonfinite_params(flat_params: Sequence[FlatParam]) -> list[str]:
 def report_nonfinite(
     names: Sequence[str], group: Group, *, raises: bool, reduce_dtype: str | None, when: str = ""
 ) -> None:
-    """Collective: says on which ranks the gradient is not finite, and of which params.
+    """Collective: raises an error or logs a warning that says on which ranks and of which params
+    the gradient is not finite.
 
     Raises:
-        NonFiniteGradError: on all ranks.
+        NonFiniteGradError: on all ranks, if `raises`.
     """
     found = enumerate(exchange(names, group))
     places = [f"rank {group.global_rank(rank)}: {_some(each)}" for rank, each in found if each]
     where = _some(places, separator="; ") + when
     if reduce_dtype == "float16":
-        where += ", where gradients are sent as float16, which ends at 65,504"
+        where += "; gradients are sent as float16, whose largest number is 65,504"
     if raises:
         first = ""
         if reduce_dtype == "float16":
             first = "Leave reduce_dtype='float16' out, or write 'bfloat16'. "
         raise NonFiniteGradError(
-            f"The gradient is inf or nan on {where}. {first}Look at those params first; "
-            "MEGATRON_DISTOPT_NONFINITE=skip leaves such steps out, =log goes on with them."
+            f"The gradient is inf or nan on {where}. {first}Look at those params first, or set "
+            "MEGATRON_DISTOPT_NONFINITE=skip to skip such steps or =log to update anyway."
         )
     if group.rank == 0:
         _log.warning(
-            "gradient is inf or nan on %s; the update goes on because nonfinite='log'", where
+            "The gradient is inf or nan on %s. The params are updated anyway, because nonfinite is "
+            "'log'.",
+            where,
         )
 
 
@@ -195,7 +197,8 @@ def _some(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
 
 
 def _sums_unseen(grads: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The same of each without a look, see [Note: large and infinite]."""
+    """The sum of squares of each gradient, without waiting for the device; see [Note: large and
+    infinite]."""
     dtype = stats_dtype(device)
     has_wide = device.type != CPU and dtype is torch.float64 and (_POWSUM or _HAS_WIDE_NORM)
     if not has_wide:

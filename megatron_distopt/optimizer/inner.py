@@ -1,5 +1,5 @@
-"""The inner optimizer, as the sharded step sees it: what was chosen, and what those answer that
-update params as wholes."""
+"""The inner optimizer as the sharded step uses it: the choice, and the interface of optimizers that
+update whole params."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
 
 Groups = list[dict[str, Any]]
 Build = Callable[[Groups], Optimizer]
-#: So many param groups are given to one constructor of torch's.
+#: How many param groups one constructor of torch's is given.
 _GROUPS_AT_ONCE = 64
 
 
@@ -24,45 +24,43 @@ _GROUPS_AT_ONCE = 64
 class InnerChoice:
     """The inner optimizer that was chosen."""
 
-    name: str  # of the source, e.g. "torch_fused".
-    build: Build  # from param groups of main params
-    # how it came to that; one line for each better source that was passed over
+    name: str  # of the implementation, such as "torch_fused"
+    build: Build  # takes param groups of main params
+    # reasons for the choice; one line for each better implementation that cannot be used
     why: tuple[str, ...] = ()
-    # of an optimizer that brings its own, for comparison between ranks
+    # defaults of an optimizer that the user gave, to compare ranks
     defaults: tuple[str, ...] = ()
-    # builds the same for params on the host, with the same form of state; None where there is no
-    # such
+    # builds the same optimizer for params in CPU memory, with the same form of state; None if there
+    # is none
     on_host: Build | None = None
-    updates_whole_params: bool = False  # whether each param is updated whole, by one rank
-    # keys that a user's class writes into its param groups by itself, beside options of its
-    # constructor
+    updates_whole_params: bool = False  # whether one rank updates each param as a whole
+    # keys that a user's class writes into its param groups, besides options of its constructor
     writes: frozenset[str] = frozenset()
 
     @property
     def is_adam(self) -> bool:
-        """Whether it is one of our sources of Adam, which keep two moments and count their
+        """Whether it is one of our implementations of Adam, which keep two moments and count
         updates."""
         return self.name in ADAM_NAMES
 
     @property
     def moments(self) -> frozenset[str]:
-        """What it keeps for every element. Of a class that a user names it is known after its first
-        step only."""
+        """The state that it keeps for every element. For a user's class it is known only after the
+        first step."""
         if self.is_adam:
             return frozenset(("exp_avg", "exp_avg_sq"))
         return frozenset(("momentum_buffer",) if self.name == "torch_sgd" else ())
 
 
 class InParts(Optimizer):
-    """An inner optimizer that updates whole matrices or params, and knows what its main params are
-    pieces of.
+    """An inner optimizer that updates whole matrices or params; its main params are pieces of them.
 
     It may have several parts, each of which updates some of the param groups. They share its state
-    and its param groups, and count updates where torch's classes do.
+    and its param groups, and count updates in the state like torch's classes.
     """
 
-    owners: list[OwnerPlan]  # who updates what, by buffer; the same on all ranks
-    # params, the same on all ranks, that the next step does not update
+    owners: list[OwnerPlan]  # the owners of matrices or params, by buffer; the same on all ranks
+    # params that the next step does not update, the same on all ranks
     left_out: frozenset[str] = frozenset()
 
     def part_for(self, group: Mapping[str, Any]) -> Optimizer:
@@ -75,16 +73,16 @@ class InParts(Optimizer):
         flat_params: Sequence[FlatParam],
         groups: Sequence[ParamGroup],
     ) -> None:
-        """Says what the main params are pieces of, whenever they are other ones."""
+        """Tells it of which params the main params are pieces. Called whenever these change."""
         raise NotImplementedError
 
     def nbytes_elsewhere(self) -> int:
-        """Bytes of what this rank keeps elsewhere than in `state`."""
+        """Bytes of state that this rank keeps outside of `state`."""
         return 0
 
 
 def part_for(inner: Optimizer, group: Mapping[str, Any]) -> Optimizer:
-    """What updates a param group: the inner optimizer or a part of it."""
+    """The optimizer that updates a param group: the inner optimizer or a part of it."""
     return inner.part_for(group) if isinstance(inner, InParts) else inner
 
 
@@ -94,10 +92,10 @@ def is_of_torch(kind: type) -> bool:
 
 
 def build_in_parts(build: Build, groups: Groups) -> Optimizer:
-    """Builds an optimizer that keeps its params in state and param groups alone.
+    """Builds an optimizer that keeps params only in its state and its param groups.
 
-    torch looks for every param of a group in all groups before it, so the time for one object grows
-    with the square of their number.
+    For every param of a group torch searches all earlier groups, so the time to build one object
+    grows with the square of their number. So objects with few groups are built and joined.
     """
     built = build(groups[:_GROUPS_AT_ONCE])
     for start in range(_GROUPS_AT_ONCE, len(groups), _GROUPS_AT_ONCE):

@@ -1,5 +1,5 @@
-"""The options of param groups: which of them were written, how kernels take them, and as texts that
-ranks compare."""
+"""The options of param groups: which of them were changed, in which form kernels take them, and as
+texts that ranks compare."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FIXED = (type(None), Number, str)
 #: Options of torch's classes that are one number, and those that are on or off.
 NUMBERS = ("lr", "initial_lr", "eps", "weight_decay", "momentum", "dampening")
 _SWITCHES = ("amsgrad", "maximize", "nesterov")
-#: What a param group holds beside options.
+#: Keys of a param group that are not options.
 _PARAMS = ("params", "param_names")
 _NOT_FOLLOWED = frozenset((*_PARAMS, *IMPLEMENTATION))
 _MISSING = object()
@@ -42,8 +42,8 @@ def _without(group: Options, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def changed_options(group: Options, before: Options) -> dict[str, Any]:
-    """Options of a param group that are other objects than before, as they were written since
-    then; without those that choose a kernel."""
+    """Options of a param group that are other objects than before, so they were written. Leaves out
+    those that choose a kernel."""
     changed = dict[str, Any]()
     for key, value in group.items():
         if value is not before.get(key, _MISSING) and key not in _NOT_FOLLOWED:
@@ -52,7 +52,7 @@ def changed_options(group: Options, before: Options) -> dict[str, Any]:
 
 
 def python_number(value: Any) -> Any:
-    """A number of any kind as one of Python's; other values as they are."""
+    """Converts a number of any type to Python's own type; returns other values unchanged."""
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):
@@ -61,8 +61,8 @@ def python_number(value: Any) -> Any:
 
 
 def for_kernels(options: Options) -> dict[str, Any]:
-    """Options as torch's fused kernels take them: the others take fractions, and numbers for
-    switches, too."""
+    """Options in the types that torch's fused kernels need. Other kernels also take fractions, and
+    numbers for switches."""
     taken = dict(options)
     for key, value in options.items():
         if key in NUMBERS:
@@ -75,10 +75,10 @@ def for_kernels(options: Options) -> dict[str, Any]:
 
 
 def option_text(value: Any, *, waits: bool = True) -> str:
-    """Says what an option is, alike on all ranks that have the same one; of an object only of which
-    kind, as its text may have an address.
+    """A text of an option's value that is equal on all ranks with equal values. For an object it is
+    only the class, because its text may contain an address.
 
-    Where it must not wait, a tensor of a device is told by the writes to it.
+    If it must not wait, a tensor of a device is identified by its object and version.
     """
     text = partial(option_text, waits=waits)
     if isinstance(value, Mapping):

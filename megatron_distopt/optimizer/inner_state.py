@@ -1,4 +1,4 @@
-"""The state of an inner optimizer: read, restored and cut, in the form that its class wants."""
+"""Reads, restores and cuts the state of an inner optimizer, in the form that its class uses."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from megatron_distopt.optimizer.low_precision.stored_values import RemainderValu
 
 
 def is_torchs(inner: Optimizer) -> bool:
-    """Whether torch itself provides the class, or what it inherits from; or one that keeps state as
-    torch's do."""
+    """Whether the class is torch's, inherits from one of torch's, or keeps state in the same
+    form."""
     return isinstance(inner, InParts) or any(map(is_of_torch, type(inner).__mro__))
 
 
 def state_of(inner: Optimizer, main: Tensor) -> dict[str, Any]:
-    """What the inner optimizer keeps of a main param; empty before the first step, and where owners
-    keep it."""
-    # a state that refuses others is read past its methods
+    """The state of a main param; empty before the first step, and if owners of whole params keep
+    it."""
+    # dict.get, because the state of WholeParams refuses its own methods
     found: dict[str, Any] = dict.get(inner.state, main, {})
     return found
 
 
 def moments_of(inner: Optimizer, main: Tensor) -> dict[str, Tensor]:
-    """What it keeps for every element, by key."""
+    """The state that it keeps for every element, by key."""
     state = state_of(inner, main)
     return {
         key: value
@@ -45,12 +45,12 @@ def moments_of(inner: Optimizer, main: Tensor) -> dict[str, Tensor]:
 
 
 def moment_to_fill(inner: Optimizer, main: Tensor, kind: str, dtype: torch.dtype) -> Tensor | None:
-    """Memory for a moment that is about to be loaded from one of a dtype; all of it has to be
-    filled.
+    """Memory for a moment that is about to be loaded from a moment of `dtype`. The caller must fill
+    all of it.
 
     Returns:
-        Zeros in the form of the inner optimizer where it decides, or else the present moment where
-        it has the dtype; None where neither is there.
+        Zeros in the inner optimizer's own form, if it has one. Otherwise the present moment, if it
+        has that dtype. Otherwise None.
     """
     if isinstance(inner, LowPrecisionAdam):
         return inner.new_moment(main, kind)
@@ -59,9 +59,9 @@ def moment_to_fill(inner: Optimizer, main: Tensor, kind: str, dtype: torch.dtype
 
 
 def count_updates(inner: Optimizer) -> int | None:
-    """How often it has updated; None for one that does not count, or has not begun.
+    """The number of updates; None for an optimizer that does not count them or has made none.
 
-    torch counts in the state of each param, apex and others in the param groups.
+    torch counts in the state of each param, apex and others count in the param groups.
     """
     holders = list[Mapping[str, Any]](inner.param_groups)
     for group in inner.param_groups:
@@ -76,11 +76,10 @@ def restore(
     moments: Mapping[str, Tensor],
     step: int | None,
 ) -> None:
-    """Gives a main param, which is in `group`, its state back, in the form that the class of
-    `inner` wants it.
+    """Restores the state of a main param in `group`, in the form that the class of `inner` uses.
 
-    Moments are as large as `main` and not copied. `step` counts updates; None for a class that does
-    not.
+    Moments have the size of `main` and are not copied. `step` is the number of updates; None for a
+    class that does not count them.
     """
     state: dict[str, Any] = dict(moments)
     if step is not None and is_torchs(inner):
@@ -100,8 +99,8 @@ def _count(group: Mapping[str, Any], main: Tensor, step: int) -> Tensor:
 
 
 def begin_counts(inner: Optimizer) -> None:
-    """Adds a count of zero to moments of Adam that others have made without one, as a host's
-    functions do."""
+    """Adds a missing count of zero to moments of Adam. Functions of a host make moments without
+    one."""
     if not isinstance(inner, (Adam, AdamW)):
         return
     for group in inner.param_groups:
@@ -114,8 +113,8 @@ def begin_counts(inner: Optimizer) -> None:
 def split_state(
     inner: Optimizer, group: dict[str, Any], main: Tensor, parts: Mapping[Span, Tensor]
 ) -> None:
-    """Replaces a main param in `group` by parts, in order, that are views of some of its elements,
-    state included."""
+    """Replaces a main param in `group` with parts, which are views of some of its elements in
+    order, and splits its state."""
     members = list[Tensor]()
     for each in group["params"]:
         members += parts.values() if each is main else [each]
@@ -126,7 +125,7 @@ def split_state(
     for span, part in parts.items():
         of_part = dict(state)
         for key, value in state.items():
-            # A moment is cut; a count of updates is each part's own from now on.
+            # A moment is cut. Each part has its own count of updates from now on.
             if torch.is_tensor(value):
                 is_moment = value.shape == main.shape
                 of_part[key] = part_of(value, span) if is_moment else value.clone()
@@ -137,13 +136,12 @@ def split_state(
 
 
 def counts_in_groups(choice: InnerChoice, inner: Optimizer) -> bool:
-    """Whether updates are counted once for a param group, as apex does, and not for each param, as
-    torch does."""
+    """Whether updates are counted in the param group, as in apex, and not for each param, as in
+    torch."""
     return "step" in choice.writes or (choice.is_adam and not is_torchs(inner))
 
 
 def restore_group(inner: Optimizer, group: dict[str, Any], step: int | None) -> None:
-    """The part of `restore` that concerns a whole param group, also one without a param on this
-    rank."""
+    """Restores the count of a whole param group, which may have no params on this rank."""
     if step is not None and not is_torchs(inner):
         group["step"] = step

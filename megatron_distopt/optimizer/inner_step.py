@@ -1,5 +1,5 @@
-"""One step of the inner optimizer, with every gradient divided by loss scale, average and clip in
-one."""
+"""One step of the inner optimizer. Every gradient is divided once, by the product of loss scale,
+number of ranks and clipping."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ def update_mains(
     divisor: float | Tensor,
     found_inf: Tensor | None = None,
 ) -> None:
-    """`step_divided` with the gradients as values, and without hooks of the user.
+    """Does what `step_divided` does, but takes the gradients as values and calls no hooks of the
+    user.
 
-    torch's classes find the gradients in `.grad`, for as long as this takes. A gradient is None for
-    a main param that is not updated; other params of `inner` have none.
+    During the call, torch's classes find the gradients in `.grad`. The gradient of a main param
+    that is not updated is None.
     """
     if _call_kernel(inner, mains, grads, divisor, found_inf):
         return
@@ -49,15 +50,15 @@ def step_divided(
 ) -> None:
     """One step of the inner optimizer with every gradient divided by `divisor`.
 
-    torch's fused kernels divide while they read the gradient anyway; for the others it is a pass of
-    its own. Where torch's kernels divide they write the quotient back, so `grads` hold it
-    afterwards either way.
+    torch's fused kernels divide while they read the gradient; for other optimizers this takes a
+    pass of its own. torch's kernels write the quotient back, so in both cases `grads` hold it
+    afterwards.
 
     `divisor` and `found_inf` are fp32 0-D on the device of the grads, which are the `.grad` of all
-    params. Where `found_inf` is 1 nothing is changed, not even the count of updates; only for what
-    `skips_by_itself`.
+    params. If `found_inf` is 1, nothing is changed, not even the count of updates. It may be given
+    only to an optimizer that `skips_by_itself`.
     """
-    if _has_some_momentum(inner):  # once without the fused kernel, and so without its division
+    if _has_some_momentum(inner):  # make this step without the fused kernel and its division
         for group in inner.param_groups:
             group["fused"] = False
         try:
@@ -83,7 +84,7 @@ def step_divided(
 
 
 def _scale_of(divisor: float | Tensor, device: torch.device) -> Tensor | None:
-    """A divisor as the fused kernels take it; None where there is nothing to divide."""
+    """A divisor in the form that the fused kernels take; None if it is 1."""
     if isinstance(divisor, Tensor):
         return divisor
     return None if divisor == 1.0 else torch.full((), divisor, dtype=torch.float32, device=device)
@@ -96,14 +97,14 @@ def _call_kernel(
     divisor: float | Tensor,
     found_inf: Tensor | None,
 ) -> bool:
-    """`step_divided` for torch's fused Adam on a CPU: every bit is the same.
+    """Does bit for bit what `step_divided` does with torch's fused Adam on a CPU.
 
-    What torch does around the kernel (hooks, the profiler's range, sorting tensors by device) takes
-    longer than the kernel itself if the model is small.
+    In a small model, torch's work around the kernel (hooks, the profiler's range, sorting tensors
+    by device) takes longer than the kernel itself.
 
     Returns:
-        False where nothing was done, because torch's own `step` has to make the state or does more,
-        or others have replaced it.
+        False if nothing was done: torch's own `step` has to create the state, does more, or was
+        replaced by other code.
     """
     if type(inner) not in (Adam, AdamW) or "step" in vars(inner):
         return False
@@ -153,10 +154,10 @@ _WHEN = ("pre", "post")
 
 @contextmanager
 def without_step_hooks(optimizer: Optimizer | None = None) -> Iterator[None]:
-    """Within it, hooks of the user on all optimizers, and those on this one, are not called.
+    """Within it, the user's step hooks on all optimizers and on this one are not called.
 
-    torch calls them in the `step` of every optimizer, also where a class or a part is stepped by
-    another.
+    torch calls them in the `step` of every optimizer, even if another optimizer steps it as a part
+    of its own.
     """
     of_torch: Any = sys.modules["torch.optim.optimizer"]
     places = [(of_torch, f"_global_optimizer_{when}_hooks") for when in _WHEN]
@@ -176,8 +177,7 @@ def without_step_hooks(optimizer: Optimizer | None = None) -> Iterator[None]:
 
 
 def _has_some_momentum(inner: Optimizer) -> bool:
-    """Whether torch's fused SGD would fail: it takes params that all have momentum, or none of
-    them."""
+    """Whether torch's fused SGD would fail: either all params must have momentum, or none."""
     if not isinstance(inner, torch.optim.SGD) or not _divides_itself(inner):
         return False
     for group in inner.param_groups:
@@ -189,8 +189,8 @@ def _has_some_momentum(inner: Optimizer) -> bool:
 
 
 def _divides_itself(inner: Optimizer) -> bool:
-    """Whether `inner.grad_scale` is read. Others set torch's flag for it too and mean a keyword of
-    `step`."""
+    """Whether `inner` reads `inner.grad_scale`. Classes of others set torch's flag for it, too, but
+    mean a keyword of `step`."""
     reads = is_of_torch(type(inner)) or isinstance(inner, LowPrecisionAdam)
     return reads and all(group.get("fused") for group in inner.param_groups)
 
@@ -198,7 +198,7 @@ def _divides_itself(inner: Optimizer) -> bool:
 def skips_by_itself(inner: Optimizer) -> bool:
     """Whether `inner.found_inf` makes a step change nothing.
 
-    torch's fused SGD reads it too, but then keeps momentum buffers that were never written if it is
-    the first step.
+    torch's fused SGD reads it, too, but if it skips the first step, its momentum buffers stay
+    uninitialized.
     """
     return _divides_itself(inner) and isinstance(inner, (Adam, AdamW))

@@ -1,4 +1,4 @@
-"""The number that the loss is multiplied with so that 16-bit gradients do not vanish."""
+"""The loss scale: the loss is multiplied by it so that 16-bit gradients do not vanish."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_distopt.config import LARGEST_SCALE, DistOptConfig
 
 
 class LossScale(Protocol):
-    """What the sharded step needs of a loss scale; hosts wrap their own."""
+    """The interface of a loss scale that the sharded step needs. Hosts wrap their own."""
 
     @property
     def scale(self) -> Tensor:
@@ -20,14 +20,14 @@ class LossScale(Protocol):
 
     @property
     def value(self) -> float:
-        """The same number for the CPU; asking does not wait for the device where the scale is
-        ours."""
+        """The same number on the CPU. Reading it waits for the device only with a host's loss
+        scale."""
 
     def can_back_off(self) -> bool:
-        """Whether a smaller scale may cure an overflow; if not, the non-finite policy decides."""
+        """Whether a smaller scale may prevent an overflow. If not, `nonfinite` decides."""
 
     def update(self, found_nonfinite: bool) -> None:
-        """Once a step, with what all ranks agreed on."""
+        """Called once in each step, with the same argument on all ranks."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -35,7 +35,7 @@ class LossScale(Protocol):
 
 
 class ConstantLossScale:
-    """Never changes; 1.0 means none."""
+    """A loss scale that never changes; 1.0 for none."""
 
     def __init__(self, scale: float, device: torch.device) -> None:
         self.scale = torch.tensor([scale], dtype=torch.float32, device=device)
@@ -57,9 +57,9 @@ class ConstantLossScale:
 class DynamicLossScale:
     """Halves after `hysteresis` overflows, doubles after `growth_interval` steps without one.
 
-    Once the hysteresis is used up every further overflow halves the scale; a growth fills it again.
-    These are the rules of Megatron's DynamicGradScaler, so that loss-scale curves can be compared;
-    but the scale stays below infinity.
+    Once the hysteresis is used up, every further overflow halves the scale. A growth restores the
+    hysteresis. These are the rules of Megatron's DynamicGradScaler, so that loss-scale curves can
+    be compared, except that the scale never becomes infinite.
     """
 
     def __init__(self, config: DistOptConfig, device: torch.device) -> None:
@@ -68,7 +68,7 @@ class DynamicLossScale:
         self._min_scale = config.min_loss_scale
         self._growth_interval = config.growth_interval
         self._hysteresis = config.hysteresis
-        #: As plain numbers; one object as long as this lives, so that it may be shown elsewhere.
+        #: Plain numbers. It is always the same object, so that others may hold it.
         self.state: dict[str, Any] = {
             "scale": self.value,
             "good_steps": 0,

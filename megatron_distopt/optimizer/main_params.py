@@ -1,15 +1,15 @@
-"""Main params: what the inner optimizer updates, flat (see [Note: flat main params] in
+"""Main params: the flat tensors that the inner optimizer updates (see [Note: flat main params] in
 layout/shards.py).
 
 A 16-bit param has an fp32 main param of its own on the rank that owns it. An fp32 param *is* its
 own main param: the view of the param buffer is updated in place, so it is never rounded and nothing
 is copied.
 
-[Note: in phase] A flat param begins wherever a host's layout puts it, and a GPU reads 128 bits at a
+[Note: in phase] A flat param begins wherever a host's layout puts it, but a GPU reads 128 bits at a
 time only from addresses that are divisible by 16. If main param, moments, gradient and model param
-all begin the same number of elements behind such an address, then a few elements further all of
-them are aligned, and one kernel can move all in full vectors. Model param and gradient have the
-same place in their buffers; what is allocated for them follows.
+all begin the same number of elements after such an address, they all reach an aligned address after
+the same few elements. Then one kernel can move all of them in full vectors. Model param and
+gradient have the same place in their buffers, and the other tensors are allocated to match.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from megatron_distopt.optimizer.low_precision.stored_values import (
     zeros_in_phase,
 )
 
-#: By flat param of one optimizer its fp32 gradient, 1-D, see `main_grads`; None for one that is not
-#: updated.
+#: The fp32 gradient of each flat param of one optimizer, 1-D, see `main_grads`; None for a flat
+#: param that is not updated.
 MainGrads = Sequence[Tensor | None]
 
 
@@ -49,7 +49,7 @@ MainGrads = Sequence[Tensor | None]
 class ParamGroup:
     """A param group of `torch.optim` with names in place of tensors."""
 
-    # everything but "params": lr, weight_decay, and whatever else the host put in
+    # everything except "params": lr, weight_decay and other options of the host
     options: Mapping[str, Any]
     names: tuple[str, ...]  # of its params on this rank; may be empty
 
@@ -59,22 +59,21 @@ class FlatParamKey:
     """What the params of one flat param have in common."""
 
     group: int  # index of the param group
-    # whether another rank has them, too, and adds them to the gradient statistics
+    # whether another rank that has the same params adds them to the gradient statistics
     excluded_from_norm: bool
-    param: str = ""  # name of its only param, where each param has a main param of its own
+    param: str = ""  # name of its only param, if each param has a main param of its own
 
 
 @dataclass(eq=False)
 class OnHost:
-    """What a flat param has beside its main param where that is kept on the host; see
-    offload.py."""
+    """Pinned tensors of a flat param whose main param is in CPU memory; see offload.py."""
 
-    # pinned, 1-D; what the main param is rounded into before it is copied to the model param
+    # pinned, 1-D; the main param is rounded into it and then copied to the model param
     model: Tensor
-    arrived: Tensor  # pinned, fp32 1-D; where the gradient is copied to
+    arrived: Tensor  # pinned, fp32 1-D; the gradient is copied into it
 
     def part(self, span: Span) -> OnHost:
-        """The same for some of the elements, in the same memory."""
+        """Views of some of the elements."""
         return OnHost(self.model[span.as_slice()], self.arrived[span.as_slice()])
 
 
@@ -82,28 +81,27 @@ class OnHost:
 class FlatParam:
     """One flat main param with the model params and grads of the same elements."""
 
-    plan: FlatParamPlan[FlatParamKey]  # which elements, and what they have in common
+    plan: FlatParamPlan[FlatParamKey]  # its elements and what they have in common
     main: Tensor  # fp32 1-D [plan.in_buffer.numel]; the inner optimizer's param
     model: Tensor  # 1-D, the same elements of the param buffer
     grad: Tensor  # 1-D, the same elements of the grad buffer
-    # of one whose main param is on the host while the model param is on a device; None for all
-    # others
+    # if the main param is in CPU memory and the model param on a device; None otherwise
     on_host: OnHost | None = None
-    # fp32 1-D, of `main` and on its device; None in a run without averages
+    # fp32 1-D, the average of `main`, on the same device; None in a run without averages
     average: Tensor | None = None
 
     @property
     def owns_memory(self) -> bool:
-        """False where `main` is the model param itself."""
+        """False if `main` is the model param itself."""
         return self.model.dtype != torch.float32
 
     def cut(self, tensor: Tensor, shard: ParamShard) -> Tensor:
-        """The elements of one of its param shards, in a tensor as long as itself."""
+        """The elements of one of its param shards, cut from a tensor as long as the flat param."""
         return tensor[self.plan.in_flat_param(shard).as_slice()]
 
     def zeros(self, dtype: torch.dtype | None = None) -> Tensor:
-        """What is kept for every element begins as this; in phase with `main`, and of its dtype
-        where none is given."""
+        """Zeros for state that is kept for every element: in phase with `main`, and of its dtype
+        unless one is given."""
         phase = _phase(self.main)  # see [Note: in phase]
         if phase == 0:
             return torch.zeros_like(self.main, dtype=dtype)
@@ -118,7 +116,7 @@ class FlatParam:
             self.model.copy_(self.main)
 
     def differs_from_model(self) -> bool:
-        """Whether the model param is not what `main` rounds to."""
+        """Whether `main` does not round to the model param."""
         if not self.owns_memory:
             return False
         rounded = self.main.to(self.model.dtype)
@@ -126,32 +124,29 @@ class FlatParam:
 
     @property
     def changes_with_model(self) -> bool:
-        """Whether the main param is a remainder of the model param, so that others who change the
-        one change both.
-
-        Not while it is held in fp32.
-        """
+        """Whether the main param is stored as a remainder of the model param, so that a change of
+        the model param changes both. Not while it is held in fp32."""
         stored = stored_of(self.main)
         return isinstance(stored, RemainderValues) and stored.held is None
 
     @property
     def can_tell_changes(self) -> bool:
-        """Whether it has what is needed to find out that the model param was changed by others."""
+        """Whether a comparison can find out that other code has changed the model param."""
         stored = stored_of(self.main)
         if not isinstance(stored, RemainderValues) or stored.held is not None:
             return True
         return not bool(stored.low.any())
 
     def read_model(self) -> None:
-        """Refreshes `main` from the param buffer."""
+        """Copies the model param into `main`."""
         if self.owns_memory:
             self.main.copy_(self.model)
 
     def follow_model(self, shard: ParamShard) -> None:
-        """Refreshes those elements of one param shard that no longer round to the model param.
+        """Copies those elements of one param shard into `main` to which it no longer rounds.
 
-        The others keep the bits below the model's precision, as if the user had changed fp32
-        weights.
+        The other elements keep the bits below the model's precision, as if the user had changed
+        fp32 weights.
         """
         if self.owns_memory:
             main = self.cut(self.main, shard)
@@ -169,10 +164,10 @@ def build_flat_params(
     """The main params of this rank, in buffer order.
 
     Args:
-        buffers: all of one device.
-        key_of: from a param's name; None for one that is not updated.
-        precision: of the main params of 16-bit params.
-        on_host: by buffer, the buckets whose main params are kept on the host; empty for none.
+        buffers: all on one device.
+        key_of: takes a param's name; returns None for a param that is not updated.
+        precision: the precision of the main params of 16-bit params.
+        on_host: by buffer, the buckets whose main params are in CPU memory; empty for none.
     """
     flat_params: list[FlatParam] = []
     for number, buffer in enumerate(buffers):
@@ -203,10 +198,11 @@ def by_group(flat_params: Iterable[FlatParam]) -> Mapping[int, list[FlatParam]]:
 def _on_host(
     plans: Sequence[FlatParamPlan[FlatParamKey]], models: Sequence[Tensor], buckets: Collection[int]
 ) -> list[OnHost | None]:
-    """What those in the buckets have on the host, with the values of the model params; None for the
-    others.
+    """The pinned tensors of the flat params in the buckets, with the values of the model params;
+    None for other flat params.
 
-    The memory of a bucket is one piece, in buffer order, so that neighbours can be copied at once.
+    The tensors of a bucket share one allocation in buffer order, so that neighbours can be copied
+    at once.
     """
     hosts: list[OnHost | None] = [None] * len(plans)
     for bucket, members in groupby(range(len(plans)), key=lambda index: plans[index].bucket):
@@ -232,8 +228,8 @@ def _mains_by_place(
     *,
     are_apart: bool,
 ) -> list[Tensor]:
-    """Main params that begin as their model params: on the host in fp32, on the device in the form
-    of `precision`."""
+    """Main params with the values of their model params: fp32 in CPU memory, and in the form of
+    `precision` on the device."""
     here = [model for model, host in zip(models, hosts, strict=True) if host is None]
     is_full = precision.main_params_dtype == FULL.main_params_dtype
     copies = _copy_apart if are_apart else _copy_flat
@@ -243,7 +239,7 @@ def _mains_by_place(
 
 
 def split_flat_param(flat: FlatParam, key_of: Callable[[str], Hashable]) -> tuple[FlatParam, ...]:
-    """Cuts a flat param between neighbours with different keys; all parts are views of its
+    """Cuts a flat param between neighbours with different keys. All parts are views of its
     memory."""
     members = [
         tuple(shards)
@@ -269,11 +265,10 @@ def _part_of(flat: FlatParam, shards: tuple[ParamShard, ...]) -> FlatParam:
 
 
 def main_grads(flat_params: Sequence[FlatParam]) -> list[Tensor]:
-    """The fp32 gradients of flat params, 1-D, on the device of the buffer: the grad buffer itself,
-    or a copy.
+    """The fp32 gradients of flat params, 1-D, on the device of the buffer: views of the grad
+    buffer, or copies of 16-bit gradients.
 
-    The copies of 16-bit gradients lie in one allocation, so that their places in it are the same in
-    every step.
+    The copies are in one allocation, at the same places in every step.
     """
     narrow = [flat for flat in flat_params if flat.grad.dtype != torch.float32]
     if not narrow:
@@ -285,8 +280,8 @@ def main_grads(flat_params: Sequence[FlatParam]) -> list[Tensor]:
 
 
 def _copy_flat(tensors: Sequence[Tensor], beside: Sequence[Tensor] | None = None) -> list[Tensor]:
-    """fp32 copies of tensors of one device, in one allocation, in phase with themselves or those
-    `beside` them."""
+    """fp32 copies of tensors of one device in one allocation. Each is in phase with its original,
+    or with the tensor in `beside`."""
     spans, stop = [], 0
     for tensor, other in zip(tensors, tensors if beside is None else beside, strict=True):
         start = stop + (_phase(other) - stop) % VECTOR_NUMEL
@@ -301,13 +296,12 @@ def _copy_flat(tensors: Sequence[Tensor], beside: Sequence[Tensor] | None = None
 
 
 def _copy_apart(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """fp32 copies, each in memory of its own: who frees one of them keeps the others."""
+    """fp32 copies, each in memory of its own, so that one can be freed without the others."""
     return [tensor.to(torch.float32, copy=True) for tensor in tensors]
 
 
 def _phase(tensor: Tensor) -> int:
-    """How many elements behind the beginning of a vector of `VECTOR_NUMEL` elements its first one
-    lies."""
+    """How many elements after the beginning of a vector of `VECTOR_NUMEL` elements it begins."""
     if isinstance(tensor, LowPrecisionTensor):
         return phase_of(tensor.stored) % VECTOR_NUMEL
     return tensor.data_ptr() // tensor.element_size() % VECTOR_NUMEL

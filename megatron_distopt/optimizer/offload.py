@@ -1,27 +1,27 @@
-"""State on the host: some buckets keep their main params and moments in the host's memory and are
-updated there.
+"""State on the host: some buckets keep their main params and moments in CPU memory and are updated
+there.
 
-[Note: state on the host] A fraction of the state of 16-bit params lives in the memory of the host,
-by whole buckets: those whose gradients arrive first in backward. Model params and gradients stay in
-the device's buffers, every element has one main param, and the gradient statistics are measured on
-the device. A step
+[Note: state on the host] A fraction of the state of 16-bit params is kept in CPU memory, by whole
+buckets: those whose gradients arrive first in backward. Model params and gradients stay in the
+device's buffers, every element has one main param, and the gradient statistics are measured on the
+device. A step
 
-1. queues copies of the gradients down, bucket by bucket, on a stream of their own;
-2. queues the update of what the device keeps;
+1. queues copies of the gradients to the CPU, bucket by bucket, on a stream of their own;
+2. queues the update of the state on the device;
 3. waits for the numbers of the step (divisor and non-finite flag), if the check is deferred and
    they are on the device;
 4. for each bucket waits for its gradients, updates it with the CPU's kernel, and queues the copy of
-   the rounded params up on another stream;
+   the rounded params to the device on another stream;
 5. makes the current stream wait for those copies, so that the all-gather sends the new params.
 
-So copies down, the CPU's kernel, copies up and the device's update run at the same time. The CPU
-waits once for each bucket, which a step without state on the host does not. What is copied is
-pinned; main params and moments are not, because only the CPU uses them, and are in fp32 whatever
-the form of the state on the device. An fp32 param is its own main param, in the param buffer on the
-device, and so is its state: another main param of it on the host would be a second copy of every
-value.
+So copies in both directions, the CPU's kernel and the device's update run at the same time. The CPU
+waits once for each bucket; a step without state on the host does not wait. Tensors that are copied
+are pinned. Main params and moments are not, because only the CPU uses them. They are fp32, whatever
+the form of the state on the device. An fp32 param is its own main param in the param buffer on the
+device, and its state stays there, too: a main param in CPU memory would be a second copy of it.
 
-Every bit is as without where the kernel is the same and the state is exact (tests/sim/programs.py).
+Results are bit-identical to those without offload if the kernel is the same and the state is exact
+(tests/sim/programs.py).
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from megatron_distopt.optimizer.main_params import FlatParam, MainGrads, OnHost
 def buckets_on_host(
     layouts: Sequence[tuple[BufferLayout, torch.dtype]], fraction: float, device: torch.device
 ) -> list[frozenset[int]]:
-    """The buckets whose state is on the host, by buffer; the same on all ranks that share the
-    layouts.
+    """The buckets whose state is kept in CPU memory, by buffer; the same on all ranks that share
+    the layouts.
 
     Args:
-        layouts: of the buffers, with the dtype of their params, in the order in which gradients
-            arrive.
-        fraction: of the elements of 16-bit params; buckets are taken until it is reached.
-        device: of the params; nothing is taken from the CPU, where all of it is on the host
-            already.
+        layouts: the layouts of the buffers with the dtypes of their params, in the order in which
+            gradients arrive.
+        fraction: the fraction of the elements of 16-bit params that the buckets must reach.
+        device: the device of the params. If it is the CPU, no buckets are chosen, because all state
+            is in CPU memory already.
     """
     eligible = {
         number: layout for number, (layout, dtype) in enumerate(layouts) if dtype != torch.float32
@@ -77,8 +77,8 @@ def host_nbytes(
     device: torch.device,
     state_nbytes: int = 12,
 ) -> int:
-    """Bytes on the host for one rank: state, of so many an element, and pinned memory for gradients
-    and new params."""
+    """Bytes of CPU memory for one rank: `state_nbytes` for each element, and pinned memory for
+    gradients and new params."""
     total = 0
     for (layout, dtype), buckets in zip(
         layouts, buckets_on_host(layouts, fraction, device), strict=True
@@ -99,11 +99,11 @@ def check_offload(
     device: torch.device,
     choice: InnerChoice | None = None,
 ) -> None:
-    """Checks, before anything is allocated, that the state can be on the host.
+    """Checks, before anything is allocated, that the state can be kept in CPU memory.
 
     Raises:
-        ConfigError: the inner optimizer has no kernel there (where it is known already), all params
-            are fp32, or the machine's memory is too small for the state of its ranks.
+        ConfigError: if the inner optimizer, given by `choice`, has no kernel for it, if all params
+            are fp32, or if the machine has too little memory for the state of its ranks.
     """
     fraction = config.offload_fraction
     if fraction == 0.0 or device.type == CPU or not layouts:
@@ -112,7 +112,7 @@ def check_offload(
     if choice is not None and choice.on_host is None:
         others[Feature.NO_HOST_KERNEL] = choice.name
     if all(dtype == torch.float32 for _, dtype in layouts):
-        others[Feature.ONLY_FP32_PARAMS] = "a model of fp32 params alone"
+        others[Feature.ONLY_FP32_PARAMS] = "a model with only fp32 params"
     check_compatible(config, others)
     num_ranks, available = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), _available_nbytes()
     state_nbytes = 12 if config.ema_decay is None else 16
@@ -123,12 +123,13 @@ def check_offload(
         )
         raise ConfigError(
             f"offload_fraction={fraction} needs {needed:,} bytes on this machine for {num_ranks} "
-            f"rank(s), and {available:,} bytes are available. Write offload_fraction={fitting}."
+            f"rank(s), but only {available:,} bytes are available. Write "
+            f"offload_fraction={fitting}."
         )
 
 
 def greatest_fraction(fits: Callable[[float], bool]) -> float:
-    """The greatest hundredth with which something fits; as buckets are whole, all are tried.
+    """The greatest multiple of 0.01 that fits. Tries all of them, because buckets are whole.
 
     >>> greatest_fraction(lambda fraction: fraction <= 0.3)
     0.3
@@ -144,8 +145,8 @@ def greatest_fraction(fits: Callable[[float], bool]) -> float:
 
 
 def pinned_nbytes(nbytes: int) -> int:
-    """Bytes that a pinned tensor takes on the host: torch's allocator on CUDA and ROCm has powers
-    of two.
+    """Bytes that a pinned tensor takes: torch's allocator on CUDA and ROCm rounds up to powers of
+    two.
 
     >>> pinned_nbytes(4096), pinned_nbytes(4097), pinned_nbytes(0)
     (4096, 8192, 0)
@@ -154,7 +155,8 @@ def pinned_nbytes(nbytes: int) -> int:
 
 
 def _available_nbytes() -> int:
-    """Memory of this machine that could be allocated now, also within a limit of the container."""
+    """Bytes of memory that could be allocated now, within the machine's memory and the container's
+    limit."""
     meminfo, limit = _numbers_in("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
     known = [meminfo["MemAvailable:"] << 10] if "MemAvailable:" in meminfo else []
     if limit.exists() and limit.read_text().strip().isdigit():
@@ -165,7 +167,7 @@ def _available_nbytes() -> int:
 
 
 def _numbers_in(path: str) -> dict[str, int]:
-    """The first two words of each line of a file of the kernel; empty where there is no such
+    """The numbers in a file of the kernel, by the word before them; empty if there is no such
     file."""
     numbers = dict[str, int]()
     for line in Path(path).read_text().splitlines() if Path(path).exists() else ():
@@ -175,30 +177,29 @@ def _numbers_in(path: str) -> dict[str, int]:
     return numbers
 
 
-#: A flat param with what it has on the host.
+#: A flat param with its pinned tensors.
 _Member = tuple[FlatParam, OnHost]
 
 
 @dataclass(frozen=True, eq=False)
 class GradsToHost:
-    """Gradients on their way to the host, and what they are to be divided by."""
+    """Gradients that are being copied to the CPU, and their divisor."""
 
-    # Flat params of a bucket with what they have on the host, and a call that waits for their
-    # gradients.
+    # by bucket, its flat params with their pinned tensors, and a call that waits for the gradients
     buckets: Sequence[tuple[Sequence[_Member], Callable[[], None]]]
-    divisor: float | Tensor  # of the gradients, where it is known already
-    numbers: HostCopy | None  # divisor and non-finite flag, where they are on their way as well
-    groups: Groups  # options of the param groups, as they are before the device's update
-    grads: Sequence[Tensor]  # on the device
+    divisor: float | Tensor  # of the gradients, if it is known already
+    numbers: HostCopy | None  # divisor and non-finite flag, if these are being copied as well
+    groups: Groups  # options of the param groups before the device's update
+    grads: Sequence[Tensor]  # the gradients on the device
 
 
 class HostUpdates:
-    """Updates the flat params whose state is on the host; see [Note: state on the host].
+    """Updates the flat params whose state is in CPU memory; see [Note: state on the host].
 
     Args:
-        inner: of all flat params; its state and the options of its param groups count.
-        build: makes the same optimizer for params of the host.
-        device: of the model params.
+        inner: the inner optimizer of all flat params; its state and options are used.
+        build: makes the same optimizer for params in CPU memory.
+        device: the device of the model params.
     """
 
     def __init__(self, inner: Optimizer, build: Build, device: torch.device) -> None:
@@ -213,8 +214,7 @@ class HostUpdates:
         divisor: float | Tensor,
         found_inf: Tensor | None,
     ) -> GradsToHost:
-        """Queues the copies of the gradients of those flat params that are on the host; waits for
-        nothing."""
+        """Queues the copies of the gradients of flat params in CPU memory, without waiting."""
         numbers = None
         if isinstance(divisor, Tensor) or found_inf is not None:
             known = divisor if isinstance(divisor, Tensor) else self._scalar(divisor)
@@ -262,14 +262,14 @@ class HostUpdates:
         with on_stream(self._up, self._device):
             uploaded = fence(self._device)
         uploaded()
-        if divisor != 1.0:  # as the device's own kernel leaves those that it divides
+        if divisor != 1.0:  # the device's own kernel leaves divided gradients, too
             torch._foreach_div_(list(on_the_way.grads), self._scalar(divisor))
 
     def _scalar(self, value: float) -> Tensor:
         return torch.full((), value, dtype=torch.float32, device=self._device)
 
     def _prepared(self, on_the_way: GradsToHost) -> Optimizer:
-        """The optimizer of the host, built anew where there are more param groups."""
+        """The optimizer for params in CPU memory, built again if there are more param groups."""
         members = [pair for bucket, _ in on_the_way.buckets for pair in bucket]
         known = 0 if self._on_host is None else len(self._on_host.param_groups)
         if self._on_host is None or known != len(on_the_way.groups):
@@ -281,12 +281,12 @@ class HostUpdates:
                 for number, options in enumerate(on_the_way.groups)
             ]
             self._on_host = self._build(groups)
-        self._on_host.state = self._inner.state  # others may assign another one
+        self._on_host.state = self._inner.state  # other code may have assigned another one
         return self._on_host
 
 
 def _options_on_cpu(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as the host's kernels take them; a tensor of a device is waited for."""
+    """Options in the form that the CPU's kernels take. Waits for a tensor of a device."""
     options = option_values(without_implementation(group))
     for key, value in options.items():
         if isinstance(value, Tensor) and value.device.type != CPU:
@@ -295,8 +295,8 @@ def _options_on_cpu(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Queues a copy of the second of every pair of 1-D tensors into the first, neighbours in both
-    memories at once."""
+    """Queues a copy of the second tensor of every pair into the first, 1-D. Pairs that are
+    neighbours in both memories are copied at once."""
     stretches: list[list[tuple[Tensor, Tensor]]] = []
     for pair in pairs:
         if not (stretches and all(map(_follows, pair, stretches[-1][-1]))):

@@ -1,19 +1,19 @@
-"""What one rank holds of a sharded optimizer: flat main params, the inner optimizer with its state,
-and their bytes.
+"""One rank's part of a sharded optimizer: flat main params, the inner optimizer with its state, and
+their bytes.
 
 step.py has the functions that make its steps.
 
-[Note: bytes of a step] Bytes an element of a bf16 param with an fp32 grad, on its owner::
+[Note: bytes of a step] Bytes for an element of a bf16 param with an fp32 grad, on its owner::
 
     gradient statistics      read grad                        4
     fused Adam               read grad                        4
                              read and write main param        8
                              read and write two moments      16
-                             write back the divided grad      4   only where the divisor is not 1
+                             write back the divided grad      4   only if the divisor is not 1
     cast                     read main param                  4
                              write model param                2
                                                              --
-                                                             42 (38 where the divisor is 1)
+                                                             42 (38 if the divisor is 1)
 
 The minimum is 30: read grad 4, main 8, moments 16, model param 2. The other 12 have reasons. The
 norm of the whole gradient must be known before its first element is used (4). torch's fused kernel
@@ -74,26 +74,26 @@ from megatron_distopt.optimizer.owners.whole_params import owned_params
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a host decided about the step."""
+    """A host's decisions about the step."""
 
-    # the same number, in the same order, on every rank; a group may have no param here. A param
-    # that is in no group is not updated.
+    # the same groups in the same order on every rank; a group may have no param on this rank. A
+    # param that is in no group is not updated.
     groups: Sequence[ParamGroup]
     choice: InnerChoice  # the inner optimizer, see `choose_inner`
-    config: DistOptConfig  # clipping, zero count and non-finite policy
-    loss_scale: LossScale  # what the loss is multiplied by
-    # returns the ranks over which the gradient statistics are added up: all that hold a part of the
+    config: DistOptConfig  # clipping, zero count and `nonfinite`
+    loss_scale: LossScale
+    # returns the ranks over which the gradient statistics are summed: all that hold a part of the
     # model. Called at every step, because a host may know it only after the optimizer is built.
     stats_group: Callable[[], Group]
-    # how many ranks' gradients are in the sums in the grad buffers; 1 where the host averages
+    # over how many ranks the gradients in the grad buffers are summed; 1 if the host averages
     average_over: int = 1
-    # by param name, see [Note: excluded from the norm] in grad_norm.py
+    # takes a param name, see [Note: excluded from the norm] in grad_norm.py
     excluded_from_norm: Callable[[str], bool] = lambda name: False
-    # whether the CPU reads the non-finite check one step later, where possible, see [Note: deferred
-    # check] in deferred.py. None: yes, if the device is not the CPU.
+    # whether the CPU reads the non-finite check one step later, if possible, see [Note: deferred
+    # check] in deferred.py. None: yes, unless the device is the CPU.
     deferred_check: bool | None = None
-    # whether every param shard is a flat param, as where a host's users look for one main param a
-    # model param
+    # whether every param shard is a flat param, because users of the host expect one main param for
+    # each model param
     are_apart: bool = False
 
 
@@ -101,18 +101,18 @@ class ShardedOptimizer:
     """The main params and the optimizer state that this rank owns.
 
     Attributes:
-        config, loss_scale: of the plan.
-        device: of the params, also where this rank owns none.
+        config, loss_scale: those of the plan.
+        device: the device of the params, even if this rank owns none.
         flat_params: in buffer order.
-        inner: updates them.
-        host_updates: of those whose state is on the host; None where there are none. See
+        inner: the inner optimizer, which updates them.
+        host_updates: updates flat params whose state is in CPU memory; None if there are none. See
             offload.py.
-        averages: of main params; None where there are none.
-        stats_dtype: of gradient statistics on the device.
+        averages: updates averages of main params; None without averages.
+        stats_dtype: the dtype of gradient statistics on the device.
         defers_check: whether the CPU reads the check of a step only in the next one; the same on
             all ranks.
-        deferred_check: of the last step, until the next one reads it; see [Note: deferred check] in
-            deferred.py.
+        deferred_check: the check of the last step, until the next step reads it; see [Note:
+            deferred check] in deferred.py.
     """
 
     def __init__(self, buffers: Sequence[ShardedBuffer], plan: StepPlan) -> None:
@@ -122,15 +122,16 @@ class ShardedOptimizer:
         self._num_skipped = 0
         self.deferred_check: DeferredCheck | None = None
         self.flat_params, groups = _flatten(buffers, plan.groups, plan)
-        # torch refuses an empty list of groups, and a rank without any param still takes part in
-        # the statistics.
+        # torch refuses an empty list of groups, but a rank without params still takes part in the
+        # statistics.
         self.inner = _build(plan.choice, groups or [{"params": []}])
         self.host_updates = _host_updates(plan, self.flat_params, self.inner, self.device)
         self.averages = None if self.config.ema_decay is None else Averages(self.config.ema_decay)
         self.show_flat_params()
 
     def show_flat_params(self) -> None:
-        """Tells the inner optimizer what its main params are, where it has to know."""
+        """Gives the main params to inner optimizers that have to know them, and decides whether the
+        check can be deferred."""
         self.stats_dtype = stats_dtype(self.device)
         wanted = (
             self.device.type != CPU
@@ -156,11 +157,8 @@ class ShardedOptimizer:
             self.inner.round_into({flat.main: flat.model for flat in on_device}, places)
 
     def separate(self, key_of: Callable[[str], Hashable]) -> None:
-        """Cuts flat params between neighbours with different keys, so that each part has a count of
-        updates of its own.
-
-        State stays where it is in memory.
-        """
+        """Cuts flat params between neighbours with different keys, so that each part has its own
+        count of updates. State stays in the same memory."""
         if isinstance(self.inner, LowPrecisionAdam):
             for flat in self.flat_params:
                 self.inner.take_moments(flat.main)
@@ -177,24 +175,23 @@ class ShardedOptimizer:
             self.show_flat_params()
 
     def check_has_params(self, call: str) -> None:
-        """Refuses a call while the model has averages in the place of its params, on all ranks
-        alike."""
+        """Refuses a call, on all ranks, while the model has averages in place of its params."""
         if self.averages is not None and self.averages.are_shown:
             raise AccessError(
-                f"{call} is called within averaged_params(), where the model has averages in the "
-                "place of its params. Move it behind the with block."
+                f"{call} was called within averaged_params(), where the model has averages in "
+                "place of its params. Move the call after the with block."
             )
 
     @property
     def divisor(self) -> float:
-        """What the sums in the grad buffers have to be divided by: loss scale times number of ranks
-        in the sum."""
+        """The sums in the grad buffers have to be divided by this: the loss scale times the number
+        of ranks in the sum."""
         return self.loss_scale.value * self.plan.average_over
 
     @property
     def num_skipped(self) -> int:
-        """Steps that changed nothing because a gradient was not finite; waits for a deferred check
-        that is open."""
+        """The number of steps that changed nothing because a gradient was not finite. Waits for an
+        open deferred check."""
         check = self.deferred_check
         is_skipped = (
             check is not None
@@ -205,20 +202,20 @@ class ShardedOptimizer:
 
     @num_skipped.setter
     def num_skipped(self, value: int) -> None:
-        """Sets the count, as loading does; an open check, which was of the state before, is
-        dropped."""
+        """Sets the count, as a load does. Drops an open check, which belongs to the replaced
+        state."""
         self.forget_deferred_check()
         self._num_skipped = value
 
     def take_deferred_check(self) -> DeferredCheck | None:
-        """Returns the check of the last step if it is open, and drops it; counts the step if it was
+        """Returns and drops the check of the last step if it is open. Counts the step if it was
         skipped."""
         check, self._num_skipped = self.deferred_check, self.num_skipped
         self.forget_deferred_check()
         return check
 
     def forget_deferred_check(self) -> None:
-        """Drops an open check: for loading, which replaces the state that it was of."""
+        """Drops an open check, before a load replaces its state."""
         if self.deferred_check is not None:
             self.deferred_check.settled()
         self.deferred_check = None
@@ -227,8 +224,8 @@ class ShardedOptimizer:
         """Excludes params from this step: they are not updated and keep their state.
 
         Returns:
-            The main grads of the others; None for flat params that are left out. Those found before
-            are of no use any more, because flat params are cut.
+            The main grads; None for flat params that are excluded. They replace those found before,
+            because flat params may have been cut.
         """
         self.separate(lambda name: name in names)
         if isinstance(self.inner, InParts):
@@ -245,15 +242,16 @@ class ShardedOptimizer:
     def reset_state(
         self, names: Collection[str] | None = None, scale: Mapping[str, float] | None = None
     ) -> None:
-        """Lets the state of params begin anew, of all where None; between two steps.
+        """Resets the state of params, or of all params if `names` is None. Called between two
+        steps.
 
-        Main params, averages, and what a class of the user's writes into its param groups stay.
-        `scale` has factors of moments, by the inner optimizer's names of them: they are multiplied,
-        and nothing begins anew.
+        Main params, averages, and what a user's class writes into its param groups stay. `scale`
+        has a factor for each moment, by the inner optimizer's name of it. With it, these moments
+        are multiplied and nothing is reset.
 
         Raises:
-            ConfigError: an Adam counts the updates of a whole param group; or no param has a moment
-                that `scale` names.
+            ConfigError: if an Adam counts updates by param group, or if no param has a moment that
+                `scale` names.
         """
         trained = {name for group in self.plan.groups for name in group.names}
         chosen = trained if names is None else trained.intersection(names)
@@ -262,8 +260,8 @@ class ShardedOptimizer:
             return
         if self.plan.choice.is_adam and counts_in_groups(self.plan.choice, self.inner):
             raise ConfigError(
-                f"reset_state needs an Adam that counts the updates of each param, and "
-                f"{self.plan.choice.name} counts those of a param group. Write adam='torch_fused'."
+                "reset_state needs an Adam that counts the updates of each param, but "
+                f"{self.plan.choice.name} counts them by param group. Write adam='torch_fused'."
             )
         self.separate(chosen.__contains__)
         mains = {flat.main for flat in self.flat_params if flat.plan.shards[0].name in chosen}
@@ -277,16 +275,16 @@ class ShardedOptimizer:
                 {**group, "params": list(filter(mains.__contains__, group["params"]))}
                 for group in self.inner.param_groups
             ]
-            # Built anew, because some classes fill their state in the constructor.
+            # Built again, because some classes fill their state in the constructor.
             self.inner.state.update(self.plan.choice.build(groups).state)
 
     def _scale_moments(self, names: Collection[str], factors: Mapping[str, float]) -> None:
         known = {kind for flat in self.flat_params for kind in moments_of(self.inner, flat.main)}
         if not known.issuperset(factors) and (known or self.plan.choice.updates_whole_params):
             raise ConfigError(
-                f"scale of reset_state is {dict(factors)}, and the moments here are "
-                f"{', '.join(sorted(known)) or 'none, because owners keep the state'}. Leave scale "
-                "out to let the whole state begin anew."
+                f"The scale of reset_state is {dict(factors)}, but the moments of this optimizer "
+                f"are {', '.join(sorted(known)) or 'kept by the owners of params'}. Leave scale "
+                "out to reset the whole state."
             )
         for flat in self.flat_params:
             for kind, moment in moments_of(self.inner, flat.main).items():
@@ -298,14 +296,14 @@ class ShardedOptimizer:
         """Takes over further params, between two steps.
 
         Args:
-            buffers: of the further params.
+            buffers: the buffers of the further params.
             groups: all param groups, each with the names of its further params; known groups come
                 first.
         """
         flat_params, added = _flatten(buffers, groups, self.plan)
-        # Built anew, because some classes fill their state in the constructor.
+        # Built again, because some classes fill their state in the constructor.
         fresh = _build(self.plan.choice, [dict(group) for group in added])
-        # past the methods of a state that refuses others
+        # dict.update, because the state of WholeParams refuses its own methods
         dict.update(self.inner.state, dict.items(fresh.state))
         for index, group in enumerate(fresh.param_groups):
             if index < len(self.inner.param_groups):
@@ -326,7 +324,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
-        """Refreshes the main params after the model params were changed."""
+        """Copies the model params into the main params, after the model params were changed."""
         for buffer in self.buffers:
             buffer.collect()
         for flat in self.flat_params:
@@ -337,9 +335,9 @@ class ShardedOptimizer:
         """Does what `reload_model_params` does, but only for flat params that no longer round to
         their model params.
 
-        The others keep the bits below the model's precision. It costs a pass over the main params,
-        so it is for the first step after start-up or loading, in hosts that do not say when they
-        changed the model.
+        The other flat params keep the bits below the model's precision. It takes a pass over the
+        main params. So it is only called in the first step after start-up or a load, in hosts that
+        do not say when they changed the model.
         """
         for buffer in self.buffers:
             buffer.collect()
@@ -351,8 +349,7 @@ class ShardedOptimizer:
 def _flatten(
     buffers: Sequence[ShardedBuffer], groups: Sequence[ParamGroup], plan: StepPlan
 ) -> tuple[tuple[FlatParam, ...], Groups]:
-    """The flat params of some buffers, and param groups of `torch.optim` that hold their main
-    params."""
+    """The flat params of buffers, and param groups of `torch.optim` with their main params."""
     group_of = {name: index for index, group in enumerate(groups) for name in group.names}
 
     def key_of(name: str) -> FlatParamKey | None:
@@ -378,7 +375,8 @@ def _flatten(
 
 
 def _build(choice: InnerChoice, groups: Groups) -> Optimizer:
-    """Builds the inner optimizer; one that may keep its params elsewhere as well, all at once."""
+    """Builds the inner optimizer. A class that may keep its params elsewhere, too, is built at
+    once, and not in parts."""
     return build_in_parts(choice.build, groups) if choice.moments else choice.build(groups)
 
 
@@ -389,7 +387,7 @@ def _host_updates(
         return None
     if plan.choice.on_host is None:
         raise ConfigError(
-            f"The inner optimizer {plan.choice.name} has no kernel for state on the host. Write "
+            f"The inner optimizer {plan.choice.name} has no kernel for state in CPU memory. Write "
             "adam='torch_fused', or offload_fraction=0.0."
         )
     return HostUpdates(inner, partial(build_in_parts, plan.choice.on_host), device)
@@ -402,11 +400,11 @@ class Memory:
     param_nbytes: int  # param buffers, padding included
     grad_nbytes: int  # grad buffers, padding included
     main_nbytes: int  # main params that are not the model params themselves
-    moment_nbytes: int  # what the inner optimizer keeps; 0 before the first step
+    moment_nbytes: int  # state of the inner optimizer; 0 before the first step
     average_nbytes: int  # averages of main params
-    # of main params, moments and averages, those on the host while the params are on a device
+    # the main params, moments and averages in CPU memory, if the params are on another device
     host_nbytes: int
-    # pinned memory of the host for gradients on their way there and params on their way back
+    # pinned CPU memory, to copy gradients to the CPU and params back
     staging_nbytes: int
 
     @property

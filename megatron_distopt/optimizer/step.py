@@ -2,8 +2,8 @@
 Trillion Parameter Models", 2020, section 5.1).
 
 `run_step` is the algorithm, and every host calls it: follow the user -> reduce -> hooks -> deferred
-check -> measure -> decide -> update -> hooks -> gather. What a host adds are the methods of its
-`HostStep`. `measure` has a variation, in which the CPU does not wait for what was measured: [Note:
+check -> measure -> decide -> update -> hooks -> gather. A host implements the methods of
+`HostStep`. In a variation of `measure` the CPU does not wait for the statistics: see [Note:
 deferred check] in deferred.py.
 """
 
@@ -46,11 +46,11 @@ from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 
 class StepAction(Enum):
-    """What is done with a step after the gradients were checked, the same on all ranks."""
+    """What is done after the gradients were checked, the same on all ranks."""
 
     #: The params are updated.
     UPDATE = "update"
-    #: Nothing is changed but the loss scale.
+    #: Only the loss scale is changed.
     SKIP = "skip"
     #: Nothing is changed, because the norm is above a threshold of the host.
     TOO_LARGE = "too large"
@@ -62,16 +62,15 @@ class StepAction(Enum):
 class StepDecision:
     """What all ranks decided about a step of one optimizer, and so what the step did.
 
-    Where the check is deferred, reading whether it updated, norm or zeros waits for the device.
+    With a deferred check, reading `updated`, the norm or the zeros waits for the device.
     """
 
-    action: StepAction  # UPDATE also where the kernel has to skip by itself, see `found_inf`
+    action: StepAction  # UPDATE also if the kernel may skip by itself, see `found_inf`
     # statistics of the gradient, or the deferred check that has them
     measured: GradStats | DeferredCheck
-    unclipped: float  # what the gradient had to be divided by when it was measured
+    unclipped: float  # the divisor of the measured gradient
     divisor: float | Tensor  # the same with clipping; a tensor is 0-D, fp32 and on the device
-    # fp32 0-D, given to the kernel: where it is 1 it changes nothing. None where that is known
-    # already.
+    # fp32 0-D, given to the kernel, which changes nothing if it is 1. None with an immediate check.
     found_inf: Tensor | None = None
 
     @property
@@ -85,32 +84,33 @@ class StepDecision:
 
     @property
     def updated(self) -> bool:
-        """False where it was skipped; params, moments and step counts are then bit for bit as
-        before."""
+        """False if the step was skipped: then params, moments and step counts are unchanged, bit
+        for bit."""
         return self.action is StepAction.UPDATE and (self.found_inf is None or self.stats.is_finite)
 
     @property
     def grad_norm(self) -> float | None:
-        """`norm`; None where the step was skipped."""
+        """`norm`; None if the step was skipped."""
         return self.norm if self.updated else None
 
     @property
     def num_zeros(self) -> int | None:
-        """Elements of the gradient that are exactly zero; None where they were not counted, or the
-        step was skipped."""
+        """The number of elements of the gradient that are exactly zero; None if they were not
+        counted or the step was skipped."""
         return self.stats.num_zeros if self.updated else None
 
     @property
     def norm_to_log(self) -> float:
-        """`norm` without waiting: where the check is deferred a 0-D tensor, which is used as the
-        float is."""
+        """`norm` without waiting: with a deferred check a 0-D tensor, which can be used like the
+        float."""
         if not isinstance(self.measured, DeferredCheck):
             return self.norm
         return cast(float, deferred_norm(self.measured.numbers, self.unclipped))
 
     @property
     def zeros_to_log(self) -> int | None:
-        """Zeros of the gradient in the same way; None where they were not counted."""
+        """The number of zeros without waiting, like `norm_to_log`; None if they were not
+        counted."""
         if not isinstance(self.measured, DeferredCheck):
             return self.measured.num_zeros
         return cast(int, self.measured.numbers[1].long()) if self.measured.counts_zeros else None
@@ -123,69 +123,69 @@ class StepDecision:
 
 
 class StepHook(Protocol):
-    """What is called around each update, on all ranks, such as snapshots."""
+    """Called around each update, on all ranks, such as snapshots."""
 
     def before(self) -> None:
-        """Collective: before the state changes."""
+        """Collective: called before the state changes."""
 
     def after(self, decision: StepDecision) -> None:
-        """Collective: after the update, or when the step was skipped."""
+        """Collective: called after the update, or after the step was skipped."""
 
 
 class Gradients(NamedTuple):
-    """The gradients of a step and what was measured of them."""
+    """The gradients of a step and their statistics."""
 
     main: Sequence[MainGrads]  # by optimizer
     measured: GradStats | DeferredCheck
-    divisors: Sequence[float]  # by optimizer, what they have to be divided by; without clipping
-    # how many ranks have a gradient of each param; None where none is missing on this rank
+    divisors: Sequence[float]  # the divisor of each optimizer's gradients, without clipping
+    # how many ranks have a gradient of each param; None if none is missing on this rank
     num_present: Tensor | None = None
 
 
 @dataclass(kw_only=True, eq=False)
 class HostStep:
-    """What a host adds to a step. `run_step` calls the methods in the order in which they are
-    written here; those of this class are for a host that reduces and gathers by itself."""
+    """A host's part of a step. `run_step` calls the methods in the order in which they are defined
+    here. The methods of this class suit a host that reduces and gathers by itself."""
 
-    # of one model on this rank, e.g. one for dense and one for expert params; equal configs and
-    # device
+    # those of one model on this rank, such as one for dense and one for expert params; they have
+    # equal configs and the same device
     optimizers: Sequence[ShardedOptimizer]
     everyone: Group  # all ranks that hold a part of the model
     hooks: Sequence[StepHook] = ()  # called around the update
-    # whether users of the host hold the inner optimizers, so that torch's step hooks see those
+    # whether torch's step hooks are called with the inner optimizers, which users of the host hold
     shows_inner: bool = False
-    # from the name of a phase, as Megatron has it, to what times it
+    # takes Megatron's name of a phase and returns a context that times it
     timer: Callable[[str], AbstractContextManager[object]] = nullcontext
-    clip_grad: float | None = None  # as the config says where None; 0 for no clipping
-    largest_norm: float = math.inf  # a step with a larger norm is not made
+    clip_grad: float | None = None  # None for that of the config; 0 for no clipping
+    largest_norm: float = math.inf  # a step with a larger norm is skipped
 
     def follow_user(self) -> None:
         """Collective: takes over what the user did to params and groups since the last step.
 
         Raises:
-            LayoutError: what cannot be followed on this rank; `measure` raises it on all ranks.
+            LayoutError: for a change that cannot be followed; `measure` raises it on all ranks.
         """
 
     def reduce(self) -> None:
-        """Collective: leaves the sums of the gradients in the shards of the grad buffers."""
+        """Collective: sums the gradients into the shards of the grad buffers."""
 
     def measure(self, grads: Sequence[MainGrads], found: LayoutError | None) -> Gradients:
-        """Collective: measures the gradients, and raises what any rank has found."""
+        """Collective: measures the gradients, and raises the errors that any rank has found."""
         divisors = [optimizer.divisor for optimizer in self.optimizers]
         return Gradients(grads, measure(self.optimizers, grads, self.everyone), divisors)
 
     def complete(self, gradients: Gradients) -> Sequence[MainGrads]:
-        """The gradients with which params are updated, where some are missing on this rank."""
+        """The gradients for the update. Called if some gradients are missing on this rank."""
         return gradients.main
 
     def follow_update(self, number: int) -> None:
-        """Collective: follows the update of the optimizer of that number."""
+        """Collective: called after the update of the optimizer of that number."""
 
     def gather(self) -> None:
-        """Collective: brings the new params to all ranks, or begins to."""
+        """Collective: gathers the new params on all ranks, or begins to."""
 
     def end(self, decisions: Sequence[StepDecision]) -> None:
-        """Collective: ends the step, also one that was skipped."""
+        """Collective: called at the end of a step, even if it was skipped."""
 
 
 @torch.no_grad()
@@ -193,9 +193,9 @@ def run_step(host: HostStep) -> Sequence[StepDecision]:
     """Collective: one step, from the gradients of backward to the new params.
 
     Raises:
-        NonFiniteGradError: on all ranks, where a gradient is not finite and the policy is "raise";
-            one step later where the check is deferred.
-        DistOptError: on all ranks, what `HostStep.follow_user` has found on one of them.
+        NonFiniteGradError: on all ranks, if a gradient is not finite and `nonfinite` is "raise";
+            one step later with a deferred check.
+        DistOptError: on all ranks, if `HostStep.follow_user` raised it on one of them.
     """
     gradients, decisions = check_gradients(host)
     if decisions[0].action is StepAction.UPDATE:
@@ -236,12 +236,12 @@ def check_gradients(host: HostStep) -> tuple[Gradients, Sequence[StepDecision]]:
 def update_params(
     host: HostStep, grads: Sequence[MainGrads], decisions: Sequence[StepDecision]
 ) -> None:
-    """Collective: the second half of a step; the values of the gradients are of no use
-    afterwards."""
+    """Collective: the second half of a step. It overwrites the values of the gradients."""
     for number, optimizer in enumerate(host.optimizers):
         of_one, decision = grads[number], decisions[number]
         with host.timer("optimizer-inner-step"):
-            # A rank that trains nothing has no buffers, and its host no inner optimizer.
+            # On a rank that trains nothing there are no buffers, and the host has no inner
+            # optimizer.
             if host.shows_inner and optimizer.buffers:
                 step = partial(advance, optimizer=optimizer, grads=of_one, decision=decision)
                 Optimizer.profile_hook_step(step)(optimizer.inner)
@@ -267,8 +267,8 @@ def measure(
     """Collective: measures the gradients of all the optimizers with one all-reduce; for the
     arguments see `HostStep`.
 
-    `notice` is what ranks tell each other in the same all-reduce. They act on it now, which may
-    raise on all ranks, or in the next step where the check is deferred.
+    The numbers of `notice` are summed in the same all-reduce. Ranks act on them now, or with a
+    deferred check in the next step; this may raise on all ranks.
     """
     if not all(optimizer.defers_check for optimizer in optimizers):
         return measure_now(optimizers, grads, group, notice)
@@ -288,8 +288,7 @@ def measure_now(
     group: Group,
     notice: Notice | None = None,
 ) -> GradStats:
-    """Collective: `measure` where the CPU has to know the statistics at once, and waits for
-    them."""
+    """Collective: like `measure`, but the CPU always waits for the statistics."""
     first, flat_params = optimizers[0], _flat_params_of(optimizers)
     extra, count_zeros = None if notice is None else notice.numbers, first.config.count_zeros
     with profiled("measure gradients"):
@@ -308,15 +307,15 @@ def _present(grads: Sequence[MainGrads]) -> list[Tensor]:
     return [grad for of_one in grads for grad in of_one if grad is not None]
 
 
-# --- decide: update, skip or raise, and what the gradient is divided by
+# --- decide: update, skip or raise, and the divisor of the gradient
 
 
 def decide(host: HostStep, gradients: Gradients) -> list[StepDecision]:
-    """Collective where a gradient is not finite: decides about the step, by optimizer, and moves
-    the loss scales.
+    """Decides about the step, by optimizer, and updates the loss scales. Collective if a gradient
+    is not finite.
 
     Raises:
-        NonFiniteGradError: as of `run_step`.
+        NonFiniteGradError: on all ranks, if a gradient is not finite and `nonfinite` is "raise".
     """
     optimizers, measured = host.optimizers, gradients.measured
     clip_grad = optimizers[0].config.clip_grad if host.clip_grad is None else host.clip_grad
@@ -360,7 +359,7 @@ def _decide_later(
     divisors: Sequence[float],
     clip_grad: float,
 ) -> list[StepDecision]:
-    """Decides without waiting for what was measured, see [Note: deferred check] in deferred.py."""
+    """Decides without waiting for the statistics, see [Note: deferred check] in deferred.py."""
     policy = optimizers[0].config.policy
     if policy is NonFinitePolicy.RAISE:
         measured.report_unless_settled()
@@ -375,10 +374,9 @@ def _decide_later(
 
 
 def clip_divisor(norm: float, clip_grad: float) -> float:
-    """What the gradient is divided by so that its norm is at most `clip_grad`; 1.0 where it already
-    is.
+    """The divisor that makes the norm of the gradient at most `clip_grad`; 1.0 if it already is.
 
-    A norm that is not finite clips nothing, and neither does a `clip_grad` of 0.
+    With a norm that is not finite, or a `clip_grad` of 0, nothing is clipped.
 
     Source: `clip_grad_by_total_norm_fp32` of megatron-core, which multiplies by clip_grad / (norm +
     1e-6) if below 1.
@@ -397,8 +395,8 @@ def clip_divisor(norm: float, clip_grad: float) -> float:
 def advance(
     inner: Optimizer, optimizer: ShardedOptimizer, grads: MainGrads, decision: StepDecision
 ) -> None:
-    """Divides the gradients and updates the main params; the values of the gradients are of no use
-    afterwards."""
+    """Divides the gradients and updates the main params. It overwrites the values of the
+    gradients."""
     divisor, found_inf, on_host = decision.divisor, decision.found_inf, optimizer.host_updates
     flat_params, averages = optimizer.flat_params, optimizer.averages
     with profiled("update"):
@@ -415,8 +413,8 @@ def advance(
 
 
 def write_model(optimizer: ShardedOptimizer) -> None:
-    """Rounds the main params into this rank's shards of the param buffers, where that was not done
-    by the update."""
+    """Rounds the main params into this rank's shards of the param buffers, unless the update has
+    done it."""
     if isinstance(optimizer.inner, LowPrecisionAdam):
         return
     models, mains = list[Tensor](), list[Tensor]()
@@ -433,8 +431,7 @@ def write_model(optimizer: ShardedOptimizer) -> None:
 
 
 def act_on_deferred_notice(optimizers: Sequence[ShardedOptimizer]) -> None:
-    """Collective: acts on what ranks told each other in the last step, if its check is open; raises
-    as `Notice.act`."""
+    """Collective: calls `Notice.act` of the last step, if its check is open."""
     if optimizers[0].deferred_check is not None:
         optimizers[0].deferred_check.act_on_notice()
 
@@ -442,15 +439,14 @@ def act_on_deferred_notice(optimizers: Sequence[ShardedOptimizer]) -> None:
 def finish_deferred_check(
     optimizers: Sequence[ShardedOptimizer], group: Group, when: str = ", in the step before"
 ) -> None:
-    """Collective: does what the policy says about a last step whose check is open. Waits for its
-    statistics.
+    """Collective: finishes the check of the last step, if it is open, as `nonfinite` says. Waits
+    for its statistics.
 
-    `when` says in an error which step that was.
+    `when` names that step in an error.
 
     Raises:
-        NonFiniteGradError: on all ranks, where its gradient was not finite and the policy is
-            "raise".
-        DistOptError: on all ranks, as `act_on_deferred_notice`.
+        NonFiniteGradError: on all ranks, if its gradient was not finite and `nonfinite` is "raise".
+        DistOptError: on all ranks, if `act_on_deferred_notice` raises it.
     """
     if optimizers[0].deferred_check is None:
         return
@@ -474,9 +470,9 @@ def finish_deferred_check(
 
 
 def notice_for(check: Callable[[], None], flag: Tensor, group: Group) -> Notice:
-    """Makes all ranks of the model raise, in the step, what `check` raises on one of them.
+    """Makes all ranks of the model raise, in the step, an error that `check` raises on one of them.
 
-    `flag` is 1-D [1], of the dtype and device of statistics, and above 0 if `check` will raise on
+    `flag` is 1-D [1], with the dtype and device of statistics, and above 0 if `check` will raise on
     this rank.
     """
 

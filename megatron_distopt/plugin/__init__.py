@@ -1,4 +1,4 @@
 """The install methods: how the package gets into a host, and out of it again.
 
-Imports nothing, because commands that only read files import parts of it without torch.
+Imports nothing, because commands that only read files use parts of it without torch.
 """

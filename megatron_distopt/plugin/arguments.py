@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     underscores.
 
     Args:
-        parser: the script's own; one that has them already is left as it is.
+        parser: the script's own. If it has the flags already, it is not changed.
 
     Returns:
         The same parser.
@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group = parser.add_argument_group("megatron_distopt")
     for name in FREE_OPTIONS:
         declared = OPTIONS[name]
-        # A switch stands alone; with a value it can be switched off again, after the flags that a
-        # script adds.
+        # A switch may be given without a value. With one, a user can switch off what a launch
+        # script has switched on.
         switch: dict[str, Any] = {"nargs": "?", "const": "yes"} if declared.is_switch else {}
         text = f"{declared.meaning} ({declared.values}; default {declared.shown_default})".replace(
             "%", "%%"
@@ -66,7 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def parser_with_ours(
     original: Callable[..., Any], check_arguments: Callable[[object], None]
 ) -> Replacement:
-    """Wraps a host's `parse_args`: adds the flags of this package and refuses conflicts."""
+    """Wraps a host's `parse_args` so that it takes the flags of this package and refuses
+    conflicts."""
 
     def parse_args(extra_args_provider: Any = None, *args: Any, **kwargs: Any) -> Any:
         def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -88,8 +89,8 @@ def check_spelling(words: Sequence[str], known: Sequence[str], *, abbreviated: b
     """Refuses a misspelled flag of this package or of the host, because some hosts ignore flags
     that they do not know.
 
-    `known` are the option strings of a parser; `abbreviated` says whether it takes the beginning of
-    a flag for it.
+    `known` are the option strings of a parser; `abbreviated` says whether it accepts the beginning
+    of a flag.
     """
     for word in words:
         flag = word.partition("=")[0]

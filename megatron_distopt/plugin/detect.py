@@ -1,7 +1,7 @@
-"""The generations of Megatron, and which one is installed: told apart by their modules, never by a
+"""The generations of Megatron, and which one is installed. Their modules identify them, never a
 version string.
 
-Imports no host: the adapter of a generation does, and is imported when its factory is replaced.
+Imports no host. The adapter of a generation does; it is imported when the factory is replaced.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from megatron_distopt.version import MEGATRON_CORE as RELEASES
 
 @dataclass(frozen=True)
 class Generation:
-    """Forks with one contract."""
+    """Forks that have the same interface."""
 
     name: str  # for people
     examples: str
     has: tuple[str, ...]  # modules that all of them have
-    #: What is replaced there: the factory of optimizers, and the parser where it has one that takes
-    #: more flags. Empty where the generation is not supported.
+    #: The functions that are replaced: the factory of optimizers, and the parser if it has one that
+    #: takes more flags. Empty if the generation is not supported.
     patch_points: tuple[PatchPoint, ...] = ()
     adapter: str = ""  # the module, which imports the host
-    # refuses what cannot be combined with its flag
+    # refuses arguments that cannot be combined with its flag
     check_arguments: Callable[[object], None] = lambda args: None
-    remedy: str = ""  # what to do instead, where it is not supported
+    remedy: str = ""  # what to do instead, if it is not supported
 
     @property
     def is_supported(self) -> bool:
@@ -46,15 +46,16 @@ class Generation:
 
     @property
     def parser(self) -> PatchPoint | None:
-        """The host's `parse_args`; None where it has none."""
+        """The host's `parse_args`; None if it has none."""
         return self.patch_points[1] if len(self.patch_points) > 1 else None
 
     def replacement(self, original: Callable[..., Any], options: DistOptConfig) -> Replacement:
-        """Makes what takes the place of the host's factory; imports the host."""
+        """Makes the replacement of the host's factory; imports the host."""
         return Replacement(original, partial(import_module(self.adapter).build, original, options))
 
     def take_over(self, options: DistOptConfig, undos: Undos) -> None:
-        """Replaces what other factories than the host's own construct, where there are any."""
+        """Replaces classes that factories other than the host's own construct, if the adapter has a
+        function for it."""
         adapter = import_module(self.adapter)
         if hasattr(adapter, "take_over"):
             adapter.take_over(options, undos)
@@ -69,21 +70,21 @@ MEGATRON_CORE = Generation(
 )
 MEGATRON_2023 = Generation(
     "Megatron of 2023",
-    "Megatron-DeepSpeed, Megatron-LM 23.04 to 23.08 and their children",
+    "Megatron-DeepSpeed, Megatron-LM 23.04 to 23.08 and forks of them",
     ("megatron.optimizer.distrib_optimizer", "megatron.arguments"),
     (megatron_2023.PATCH_POINT, megatron_2023.PARSER),
     "megatron_distopt.hosts.megatron_2023.get_in",
     megatron_2023.check_flags,
 )
 
-#: In the order in which they are asked: the first whose modules are all there is the one.
+#: In the order in which they are tried: the first whose modules are all present is the host.
 GENERATIONS = (
     Generation(
         "GPT-NeoX",
         "EleutherAI/gpt-neox",
         ("megatron.neox_arguments",),
-        remedy='Write "zero_optimization": {"stage": 1} in its DeepSpeed config: the engine owns '
-        "its optimizer",
+        remedy="Its DeepSpeed engine has an optimizer of its own. Write "
+        '"zero_optimization": {"stage": 1} in the DeepSpeed config',
     ),
     MEGATRON_CORE,
     Generation(
@@ -105,20 +106,19 @@ GENERATIONS = (
 
 
 def recognise(has_module: Callable[[str], bool]) -> Generation:
-    """The generation of a fork, which `has_module` asks for a module of a dotted name."""
+    """The generation of a fork. `has_module` says whether it has a module of a dotted name."""
     for generation in GENERATIONS:
         if all(map(has_module, generation.has)):
             return generation
     factories = " or ".join(str(known.factory) for known in GENERATIONS if known.is_supported)
     raise UnknownHostError(
         f"No Megatron was found that provides {factories}. Start in the folder of your fork, or "
-        "run "
-        f'pip install "{RELEASES}", or use megatron_distopt.distribute(...) without a Megatron.'
+        f'run pip install "{RELEASES}". Without a Megatron, call megatron_distopt.distribute(...).'
     )
 
 
 def recognise_supported(has_module: Callable[[str], bool]) -> Generation:
-    """The generation of a fork; it must have an adapter."""
+    """The generation of a fork. Raises if it has no adapter."""
     found = recognise(has_module)
     if not found.is_supported:
         raise UnknownHostError(f"The host is {found.name}, which is not supported. {found.remedy}.")
@@ -126,20 +126,20 @@ def recognise_supported(has_module: Callable[[str], bool]) -> Generation:
 
 
 def find_host() -> Generation:
-    """The generation of the Megatron that this process imports; it must have an adapter."""
+    """The generation of the Megatron that this process imports. Raises if it has no adapter."""
     return recognise_supported(_is_importable)
 
 
 def get_megatron_optimizer(*args: Any, options: DistOptConfig | None = None, **kwargs: Any) -> Any:
-    """Collective: the host's function of that name, with our optimizer, without installing
+    """Collective: calls the host's function of that name with our optimizer, without installing
     anything.
 
     Args:
-        args, kwargs: whatever the host's function takes.
+        args, kwargs: the arguments of the host's function.
         options: options of this package; flags and MEGATRON_DISTOPT_* variables set the others.
 
     Returns:
-        What the host's function returns; without its flag the host's own optimizer.
+        What the host's function returns. Without the host's flag, the host's own optimizer.
 
     Raises:
         ConfigError, HostError, LayoutError, RanksDisagreeError: on all ranks, before training.
@@ -149,14 +149,14 @@ def get_megatron_optimizer(*args: Any, options: DistOptConfig | None = None, **k
 
 
 def _is_importable(module: str) -> bool:
-    """Imports the parents of `module`, and not itself."""
+    """Whether a module can be imported. Imports its parents, but not the module itself."""
     try:
         return find_spec(module) is not None
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-            # the module or a parent of it; anything else is what the fork itself misses
+            # The module or a parent is missing. Any other module is one that the fork needs.
             return False
         raise UnknownHostError(
-            f"The Megatron here cannot be imported ({error}). Install what it misses; NVIDIA apex "
-            "is built from its sources."
+            f"This Megatron cannot be imported ({error}). Install the missing module; NVIDIA apex "
+            "has to be built from its sources."
         ) from error

@@ -1,7 +1,7 @@
 """The entry point: `distopt` in the group `megatron.optimizer_factories`.
 
-A fork that asks its installed packages for factories (`megatron-distopt patch --apply FORK` adds
-the question) calls it once, at the end of the module that defines the factory.
+A fork that looks for factories in installed packages calls it once, at the end of the module that
+defines the factory. `megatron-distopt patch --apply FORK` adds that code to a fork.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from megatron_distopt.plugin.install import fix_host, flags_of
 
 
 def distopt(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what the fork uses in place of `original`: its own factory, or what another package
-    made of it."""
-    # refuses a bad variable now; it is read after the fork's flags
+    """Returns the factory that the fork uses in place of `original`, which is its own or another
+    package's."""
+    # raises for a bad variable now, although variables are read after the fork's flags
     config_from_environment(os.environ)
     if isinstance(original, Replacement):
         return original
     host, is_off = find_host(), switch_from(os.environ) is Switch.OFF
     ours = original if is_off else host.replacement(host.factory.checked(original), DistOptConfig())
-    undos = Undos()  # a fork that asks for the package has it until the process ends
+    undos = Undos()  # never undone: a patched fork uses the package until the process ends
     apply(flags_of(host), undos)
     show_presence(SWITCHED_OFF if is_off else "")
     if not is_off:

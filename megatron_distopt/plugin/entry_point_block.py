@@ -1,8 +1,8 @@
-"""The block of text that lets a fork find packages by itself, see plugin/entry_point.py.
+"""The block of code with which a fork finds installed packages, see plugin/entry_point.py.
 
-It comes right after the fork's `get_megatron_optimizer`, runs on Python 3.8, which a fork may use,
-and leaves the function as it is where no package registers itself. `plugin/fork_edit.py` puts it
-in and takes it out.
+It follows the fork's `get_megatron_optimizer` and runs on Python 3.8, which a fork may use. If no
+package registers itself, it does not change the function. `plugin/fork_edit.py` inserts and removes
+it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ GROUP = "megatron.optimizer_factories"
 BEGIN = f"# >>> {GROUP} (put in by: megatron-distopt patch --apply; taken out by: --undo)"
 END = f"# <<< {GROUP}"
 
-#: One entry point may be listed twice on Python 3.8 and 3.9, where an installed package also lies
-#: on the path.
+#: Python 3.8 and 3.9 list an entry point twice if an installed package is also on the path.
 BLOCK = (
     BEGIN,
     "def _with_optimizer_factories(factory):",
@@ -41,10 +40,10 @@ def has_marker(content: bytes) -> bool:
 
 
 def intact_block(content: bytes) -> slice | None:
-    """Finds the one whole and unedited block, in bytes; returns None where there is none.
+    """Finds the complete and unedited block, as a slice of bytes; None if there is none.
 
-    Where the function was the last of a file without a final newline, the newline before the block
-    belongs to it.
+    If the function ends a file without a final newline, the newline before the block belongs to the
+    block.
     """
     markers = [line for line in content.splitlines() if line in (BEGIN.encode(), END.encode())]
     whole = rb"\1".join(re.escape(line.encode()) for line in BLOCK)

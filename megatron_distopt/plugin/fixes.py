@@ -1,8 +1,8 @@
-"""What lets unedited Megatron-DeepSpeed (4efb479d) start on today's packages. None of it is about
-its optimizer.
+"""Fixes with which unedited Megatron-DeepSpeed (4efb479d) starts on today's packages. None of them
+concerns its optimizer.
 
 A fix is made when the module that needs it is imported, if the source of that module is as
-expected. It acts in memory, and the files of the host stay as they are. MEGATRON_DISTOPT_FIXES=no
+expected. It changes the module in memory and not the host's files. MEGATRON_DISTOPT_FIXES=no
 switches all fixes off.
 """
 
@@ -31,14 +31,14 @@ class Fix:
     """A repair of one module of the host."""
 
     module: str
-    pattern: str  # found in the source of the module where it needs the fix
-    what: str  # is done
-    why: str  # it is no matter of the optimizer
-    #: Modules that this Python lacks and the host's module does not use in this run, the outermost
-    #: first. Stand-ins for them exist only while the host's module is imported, so that other
-    #: packages do not take them for the real ones.
+    pattern: str  # found in the source of the module if it needs the fix
+    what: str  # what the fix does
+    why: str  # why it is needed and safe
+    #: Modules that are not installed and that the host's module does not use in this run, the
+    #: outermost first. Stand-ins for them exist only while the host's module is imported, so that
+    #: other packages do not take them for the real ones.
     absent: tuple[str, ...] = ()
-    # acts on the executed module
+    # changes the executed module
     after: Callable[[ModuleType, Undos], None] = lambda module, undos: None
 
     def is_needed(self, source: str) -> bool:
@@ -50,7 +50,7 @@ class Fix:
 
     @contextmanager
     def stand_ins(self) -> Iterator[None]:
-        """Puts stand-ins where an import finds them."""
+        """Puts stand-ins into sys.modules, where an import finds them."""
         ours = {name: _RefusingModule(name) for name in self.absent if name not in sys.modules}
         for name, module in ours.items():
             parent, _, last = name.rpartition(".")
@@ -69,8 +69,8 @@ class Fix:
 
 
 def no_deepspeed_config(module: ModuleType, undos: Undos) -> None:
-    """Puts the default into the class of parsed arguments, where it is read and does not get into
-    checkpoints."""
+    """Sets the default on the class of parsed arguments, so that it can be read but does not get
+    into checkpoints."""
     if not hasattr(argparse.Namespace, "deepspeed_config_dict"):
         argparse.Namespace.deepspeed_config_dict = None  # type: ignore[attr-defined]
         undos.callback(delattr, argparse.Namespace, "deepspeed_config_dict")
@@ -95,14 +95,15 @@ def contiguous_attention(module: ModuleType, undos: Undos) -> None:
     undos.replace(owner, "forward", forward)
 
 
-#: Seen with torch 2.13 and DeepSpeed 0.19. An import that is not indented stands in no `try`.
+#: Needed with torch 2.13 and DeepSpeed 0.19. The patterns match imports that are not in a `try`:
+#: those are not indented.
 FIXES: tuple[Fix, ...] = (
     *(
         Fix(
             f"megatron.data.{module}",
             r"^(import|from) torchvision\b",
-            "torchvision is not installed; a stand-in for it refuses to be used",
-            "training.py imports the vision datasets for every model, and only vision models use "
+            "torchvision is not installed; a stand-in replaces it and raises when it is used",
+            "training.py imports the vision datasets for every model, but only vision models use "
             "them",
             absent=("torchvision", "torchvision.transforms", "torchvision.datasets"),
         )
@@ -111,8 +112,8 @@ FIXES: tuple[Fix, ...] = (
     Fix(
         "megatron.training",
         r"^(import|from) deepspeed\.compression\.compress\b",
-        "the installed DeepSpeed has no deepspeed.compression.compress; a stand-in for it refuses "
-        "to be used",
+        "the installed DeepSpeed has no deepspeed.compression.compress; a stand-in replaces it and "
+        "raises when it is used",
         "the fork uses it only with --compression-training",
         absent=("deepspeed.compression.compress",),
     ),
@@ -120,8 +121,8 @@ FIXES: tuple[Fix, ...] = (
         "megatron.training",
         r"^    if args\.deepspeed:\n        args\.deepspeed_config_dict = ",
         "args.deepspeed_config_dict is None without --deepspeed",
-        "the fork sets it only with --deepspeed and reads it for every model; DeepSpeed takes None "
-        "for no config",
+        "the fork sets it only with --deepspeed but reads it for every model; for DeepSpeed, None "
+        "means no config",
         after=no_deepspeed_config,
     ),
     Fix(
@@ -129,14 +130,14 @@ FIXES: tuple[Fix, ...] = (
         r"^class CoreAttention\b(?s:.*?)"
         r" forward\(self, query_layer, key_layer,\s*value_layer\b(?s:.*?)layer\.view\(",
         "query, key and value are made contiguous for CoreAttention.forward",
-        "they are not contiguous for micro-batches above 1, and view refuses such tensors",
+        "they are not contiguous for micro-batches above 1, and view needs contiguous tensors",
         after=contiguous_attention,
     ),
 )
 
 
 def needed_fixes(tree: SourceTree, fixes: Sequence[Fix] = FIXES) -> tuple[Fix, ...]:
-    """Returns the fixes whose conditions hold; reads source and runs nothing of the host."""
+    """Returns the fixes that the host needs. Reads its source and runs none of its code."""
     files = [(fix, tree.file_of(fix.module)) for fix in fixes]
     return tuple(
         fix
@@ -146,10 +147,9 @@ def needed_fixes(tree: SourceTree, fixes: Sequence[Fix] = FIXES) -> tuple[Fix, .
 
 
 def apply_fixes(fixes: Sequence[Fix], undos: Undos) -> None:
-    """Makes fixes that are not in force yet: around the import of their modules, or at once where
-    one is loaded.
+    """Makes fixes that are not made yet: when their module is imported, or now if it is loaded.
 
-    Modules that were imported meanwhile keep the stand-ins that they imported after the undo.
+    After the undo, modules that were imported in between keep their stand-ins.
     """
     new = [fix for fix in fixes if fix not in repairs]
     finder = _FixingFinder([fix for fix in new if fix.module not in sys.modules], undos)
@@ -164,8 +164,8 @@ def apply_fixes(fixes: Sequence[Fix], undos: Undos) -> None:
 
 
 class _FixingFinder(MetaPathFinder):
-    """Finds modules as Python and the other import hooks of the process do, and makes fixes around
-    their execution."""
+    """Finds modules as Python and the other import hooks of the process do, and makes fixes when
+    they are executed."""
 
     def __init__(self, fixes: Sequence[Fix], undos: Undos) -> None:
         self._fixes, self._undos = fixes, undos
@@ -178,17 +178,17 @@ class _FixingFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: object = None
     ) -> ModuleSpec | None:
-        """Returns the module's own spec with another way to execute it; None for modules without a
-        fix."""
+        """Returns the module's own spec, with a loader that makes the fixes; None for modules
+        without a fix."""
         fixes = [fix for fix in self._fixes if fix.module == fullname]
         if not fixes or fullname in self._searching:
             return None
-        self._searching.add(fullname)  # every hook is asked, so this one is as well
+        self._searching.add(fullname)  # find_spec asks every hook, and so this one again
         try:
             spec = find_spec(fullname)
         finally:
             self._searching.discard(fullname)
-        # each has a loader of its own
+        # each spec has a loader of its own, so it may be changed
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
             execute = functools.partial(self._execute, fixes, spec.loader.exec_module)
             spec.loader.exec_module = execute  # type: ignore[method-assign]
@@ -206,7 +206,8 @@ class _FixingFinder(MetaPathFinder):
 
 
 class _RefusingModule(ModuleType):
-    """A module whose attributes are classes that can be inherited from and refuse to be made."""
+    """A module whose attributes are classes. They can be inherited from, but raise when an object
+    is made."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -220,8 +221,8 @@ class _RefusingModule(ModuleType):
         def refuse(*args: object, **kwargs: object) -> None:
             top = self.__name__.partition(".")[0]
             raise UnknownHostError(
-                f"{self.__name__}.{name} is used, and is not installed. Run pip install {top}, in "
-                "a version that has it."
+                f"{self.__name__}.{name} is used, but it is not installed. Run pip install {top} "
+                "for a version that has it."
             )
 
         made = type(name, (), {"__init__": refuse, "__module__": self.__name__})
@@ -230,7 +231,7 @@ class _RefusingModule(ModuleType):
 
 
 def _is_installed(module: str) -> bool:
-    """Whether a module can be found; imports nothing, which `find_spec` does for the packages
+    """Whether a module is installed. Imports nothing, whereas `find_spec` imports the packages
     around a module."""
     top, *parts = module.split(".")
     try:

@@ -1,8 +1,7 @@
-"""Puts the block of plugin/entry_point_block.py into a fork's file, right after its factory, and
-takes it out again.
+"""Inserts the block of plugin/entry_point_block.py into a fork's file, right after its factory, and
+removes it again.
 
-The place is found by the syntax tree, so a fork that has drifted is patched as well as one that has
-not.
+The place is found in the syntax tree, so it does not matter how much a fork has changed.
 """
 
 from __future__ import annotations
@@ -28,41 +27,41 @@ from megatron_distopt.plugin.fork_source import SourceTree, find_patch_point
 
 @dataclass(frozen=True)
 class Edit:
-    """A change of one file that is not made yet: whole lines, put in or taken out at one place."""
+    """A planned change of one file: whole lines that are inserted or removed at one place."""
 
     file: Path
     name: str  # its path in the fork
     before: bytes  # all of its content
     after: bytes
-    line: int  # after which the block stands; counted without the block
+    line: int  # the line after which the block stands
 
 
 def find_block(tree: SourceTree) -> slice | None:
-    """Returns where in the fork's file the block is, None where it is not; refuses one that was
-    edited by hand."""
+    """Returns where in the fork's file the block is; None if there is none. Refuses a block that
+    was edited by hand."""
     file = _factory_file(tree)
     content = file.read_bytes()
     block = intact_block(content)
     if block is None and has_marker(content):
         raise HostError(
             f"The lines from {BEGIN!r} to {END!r} in {tree.shown(file)} are not the {len(BLOCK)} "
-            "lines that this version puts in. Take the lines out by hand, or check the file out "
+            "lines that this version inserts. Delete the lines by hand, or check the file out "
             "again."
         )
     return block
 
 
 def plan_apply(tree: SourceTree) -> Edit:
-    """Plans the edit that puts the block into a fork that has none; refuses one whose function is
-    not as expected."""
+    """Plans the edit that inserts the block into a fork. Refuses a fork whose function is not as
+    expected."""
     file = _factory_file(tree)
     found = find_patch_point(tree, recognise_supported(tree.has).factory)
     if found.refusal is not None:
         raise HostMismatchError(found.refusal)
     if not found.is_at_top:
         raise HostMismatchError(
-            f"{found.patch_point} in {found.place} is not at the top level of its module. Use the "
-            "runner or megatron_distopt.install() instead."
+            f"{found.patch_point} in {found.place} is not at the top level of its module, so the "
+            "block cannot follow it. Use the runner or megatron_distopt.install() instead."
         )
     before = file.read_bytes()
     lines = before.splitlines(keepends=True)
@@ -70,7 +69,7 @@ def plan_apply(tree: SourceTree) -> Edit:
     ends = [line[len(line.rstrip(b"\r\n")) :] for line in lines[: found.end]]
     newline = next((end for end in reversed(ends) if end), b"\n")
     block = as_bytes(newline)
-    # A file without a final newline has none with the block either.
+    # A file without a final newline still has none with the block.
     after = (
         head + block + tail if head.endswith(newline) else head + newline + block[: -len(newline)]
     )
@@ -83,7 +82,7 @@ def plan_apply(tree: SourceTree) -> Edit:
 
 
 def plan_undo(tree: SourceTree, block: slice) -> Edit:
-    """Plans the edit that takes the block out again; the inverse of `plan_apply`."""
+    """Plans the edit that removes the block: the inverse of `plan_apply`."""
     file = _factory_file(tree)
     before = file.read_bytes()
     line = len(before[: block.start].splitlines())
@@ -97,12 +96,12 @@ def _factory_file(tree: SourceTree) -> Path:
         raise HostMismatchError(
             f"{generation.factory.module} is missing. Use a Megatron that docs/hosts.md lists."
         )
-    return file.resolve()  # a link stays a link
+    return file.resolve()  # so that a symbolic link is kept
 
 
 def write(edit: Edit) -> None:
-    """Replaces the file by its new content in one rename, with the same mode; refuses one that
-    changed since."""
+    """Replaces the file in one rename, with the same mode. Refuses a file that has changed since
+    the edit was planned."""
     try:
         if edit.file.read_bytes() != edit.before:
             raise HostError(f"{edit.name} changed while it was patched. Run the command again.")
@@ -117,6 +116,6 @@ def write(edit: Edit) -> None:
             os.replace(unfinished, edit.file)
     except OSError as error:
         raise HostError(
-            f"{edit.file} cannot be replaced ({error.strerror}). Run it as the user who owns the "
-            "fork, or on a copy."
+            f"{edit.file} cannot be replaced ({error.strerror}). Run the command as the user who "
+            "owns the fork, or on a copy of the fork."
         ) from error

@@ -1,4 +1,4 @@
-"""A fork's source, read without importing it: on a login node, without its GPU and its packages."""
+"""Reads a fork's source without importing it, for example on a login node without its packages."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _PACKAGE = "megatron"
 
 
 class UnreadableSourceError(HostError):
-    """A source file of the host cannot be read, or is no Python."""
+    """A source file of the host cannot be read, or is not valid Python."""
 
 
 @dataclass(frozen=True)
 class SourceTree:
     """A host's modules as files."""
 
-    # folders that hold a folder `megatron`; a module comes from the first that has it
+    # folders that hold a folder `megatron`; the first that has a module is used
     roots: tuple[Path, ...]
 
     def file_of(self, module: str) -> Path | None:
@@ -50,7 +50,7 @@ class SourceTree:
         if file is None:
             return ast.Module(body=[], type_ignores=[])
         try:
-            with warnings.catch_warnings():  # a fork's invalid escape sequences are not our subject
+            with warnings.catch_warnings():  # invalid escape sequences of a fork do not matter here
                 warnings.simplefilter("ignore")
                 return ast.parse(file.read_bytes(), str(file))
         except OSError as error:
@@ -61,26 +61,25 @@ class SourceTree:
             place = self.shown(file, error.lineno if isinstance(error, SyntaxError) else None)
             said = error.msg if isinstance(error, SyntaxError) else error
             raise UnreadableSourceError(
-                f"{place} is no Python ({said}). Correct that line."
+                f"{place} is not valid Python ({said}). Correct that line."
             ) from None
 
 
 def fork_at(folder: Path) -> SourceTree:
-    """The fork in a folder. A folder without `megatron` is refused, with the one to write where it
-    can be seen."""
+    """The fork in a folder. Refuses a folder without a folder `megatron`."""
     if (folder / _PACKAGE).is_dir():
         return SourceTree((folder.resolve(),))
     raise UnknownHostError(
-        f"The fork is {folder}. It must be a folder that holds the folder {_PACKAGE}. Write the "
-        "path of your Megatron's checkout."
+        f"{folder} is not a fork, because it does not contain a folder {_PACKAGE}. Write the path "
+        "of your Megatron's checkout."
     )
 
 
 def importable_host(path: Sequence[str]) -> SourceTree:
-    """The Megatron that `import megatron` finds where `sys.path` is `path`; without roots if there
-    is none.
+    """The Megatron that `import megatron` finds if `sys.path` is `path`; without roots if there is
+    none.
 
-    megatron-core alone is a namespace package, which has several places or none of its own.
+    megatron-core without Megatron-LM is a namespace package, which may have several places.
     """
     spec = PathFinder.find_spec(_PACKAGE, path)
     with suppress(ValueError):  # a module without a spec is in sys.modules
@@ -94,8 +93,8 @@ Binding = ast.stmt | ast.expr
 
 
 def _at_module_level(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields what runs when the module is loaded, in the order of the source: no body of a function
-    or a class."""
+    """Yields the nodes that run when the module is loaded, in the order of the source. Leaves out
+    the bodies of functions and classes."""
     for child in ast.iter_child_nodes(node):
         yield child
         if not isinstance(child, _SCOPES):
@@ -121,20 +120,20 @@ def parameters_of(function: ast.FunctionDef) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class PatchPointInSource:
-    """A patch point, as the source has it."""
+    """A patch point as it is in the source."""
 
     patch_point: PatchPoint
-    refusal: str | None = None  # why it cannot be replaced
+    refusal: str | None = None  # the error, if it cannot be replaced
     place: str = ""  # file and line of the function, or of what replaced it
     parameters: tuple[str, ...] = ()
     is_patched: bool = False  # whether our entry-point block comes after the function
-    # whether the function stands by itself, and not under an `if` or a `try`
+    # whether the function is at the top level, and not under an `if` or a `try`
     is_at_top: bool = False
     end: int = 0  # last line of the function
 
 
 def patch_points_of(tree: SourceTree, generation: Generation) -> tuple[PatchPointInSource, ...]:
-    """What the package replaces in a fork, the factory first; nothing where it is not supported."""
+    """The patch points in a fork, the factory first; empty if the fork is not supported."""
     return tuple(find_patch_point(tree, each) for each in generation.patch_points)
 
 
@@ -159,7 +158,7 @@ def find_patch_point(tree: SourceTree, patch_point: PatchPoint) -> PatchPointInS
     place = tree.shown(file, last.lineno)
     if not isinstance(last, ast.FunctionDef):
         return PatchPointInSource(
-            patch_point, f"{patch_point} is bound to something else in {place}. {OTHER}.", place
+            patch_point, f"{place} assigns something else to {patch_point}. {OTHER}.", place
         )
     parameters = parameters_of(last)
     return PatchPointInSource(

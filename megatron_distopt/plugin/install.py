@@ -1,8 +1,8 @@
-"""`megatron_distopt.install()`: replaces attributes of a host, and puts them back.
+"""`megatron_distopt.install()` replaces attributes of a host, and its undo restores them.
 
 All patch points are checked first, and nothing is changed on a mismatch. Training modules import
-the factory *by value*, so replacing it where it is defined is not enough: every loaded module that
-holds the same object is rebound.
+the factory *by value*, so it is not enough to replace it where it is defined. It is replaced in
+every loaded module that holds the same object.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from megatron_distopt.plugin.fork_source import importable_host
 class Installation:
     """An installation of the package, which can be undone."""
 
-    config: DistOptConfig  # the options in force, as far as no flag says more
-    is_active: bool  # False where MEGATRON_DISTOPT=0 keeps the host as it is
+    config: DistOptConfig  # the options of code and variables; flags may add to them
+    is_active: bool  # False if MEGATRON_DISTOPT=0 leaves the host unchanged
 
     def undo(self) -> None:
-        """Puts every attribute of the host back; a second call does nothing.
+        """Restores every attribute of the host. A second call does nothing.
 
         Raises:
-            HostMismatchError: other code has replaced one of them since.
+            HostMismatchError: if other code has replaced one of them again.
         """
         if self in _installed:
             in_force.undo()
@@ -52,30 +52,30 @@ _installed: list[Installation] = []
 
 
 def install(config: DistOptConfig | None = None) -> Installation:
-    """Makes the host's `get_megatron_optimizer` build our optimizer where its flag asks for a
+    """Makes the host's `get_megatron_optimizer` build our optimizer if the host's flag asks for a
     distributed one.
 
     Call it before the training module is imported; modules that already imported the function are
     rebound. A second call with the same options returns the first installation.
 
     Args:
-        config: options that the host has no flag for. They stand before flags and
-            MEGATRON_DISTOPT_* variables, which say the others.
+        config: options that the host has no flag for. They win over flags and MEGATRON_DISTOPT_*
+            variables, which set the other options.
 
     Raises:
-        ConfigError: a bad variable, or another installation with other options.
-        HostError: no host, or one that looks different.
+        ConfigError: for a bad variable, or if the package was installed with other options before.
+        HostError: if no host is found, or if it is not as expected.
     """
     options = config or DistOptConfig()
     config = config_from_environment(os.environ, options)
     if _installed and not _installed[0].is_active:
-        _installed[0].undo()  # the switch may have been turned since
+        _installed[0].undo()  # MEGATRON_DISTOPT may have another value now
     if _installed:
         current = _installed[0].config
         if (current, current.explicit) != (config, config.explicit):
             raise ConfigError(
-                "install() was called before with other options. Call undo() on the first "
-                "installation."
+                "install() was called before with other options. Call undo() on the Installation "
+                "that the first call returned."
             )
         return _installed[0]
     is_active = switch_from(os.environ) is not Switch.OFF
@@ -83,15 +83,14 @@ def install(config: DistOptConfig | None = None) -> Installation:
         if is_active:
             fix_host(in_force)  # before anything of the host is imported
             host = find_host()
-            # imports it; a host that looks for entry points installs this package then
+            # imports the host; a host that looks for entry points installs this package then
             host.factory.find()
             factory = host.factory, lambda original: host.replacement(original, options)
             apply([factory, *flags_of(host)], in_force)
             host.take_over(options, in_force)
         else:
-            # A launch script keeps its --distopt flags: they are parsed and ignored. A host without
-            # a parser is not imported, because nothing is to happen where the package is switched
-            # off.
+            # The --distopt flags of a launch script are still parsed, and ignored. A host without a
+            # parser is not imported, because the package is switched off.
             with suppress(UnknownHostError):
                 if recognise(importable_host(sys.path).has).parser is not None:
                     apply(flags_of(find_host()), in_force)
@@ -104,14 +103,14 @@ def install(config: DistOptConfig | None = None) -> Installation:
 
 
 def fix_host(undos: Undos) -> None:
-    """Repairs what keeps the host from starting and has nothing to do with its optimizer, see
+    """Makes the fixes without which the host does not start on today's packages, see
     plugin/fixes.py."""
     if fixes_from(os.environ):
         apply_fixes(needed_fixes(importable_host(sys.path)), undos)
 
 
 def flags_of(host: Generation) -> list[Patch]:
-    """Returns the patch that adds the flags to the host's parser, or none where it is applied
+    """Returns the patch that adds the flags to the host's parser; empty if it is applied
     already."""
     if host.parser is None or host.parser.is_replaced:
         return []

@@ -1,10 +1,10 @@
 """Records what a Megatron's training script computes, by step and rank, for `megatron-distopt
 compare`.
 
-Each rank writes into a file of its own and communicates nothing, so that the run stays what it is.
-Weights are read before an update, when the forward pass has used them and no gather is under way:
-what it does is seen a step later. Main params are read with them: each rank writes what it has of
-the same elements, which two optimizers may share out otherwise.
+Each rank writes into a file of its own and communicates nothing, so that the recording does not
+change the run. Weights and main params are read before an update, when the forward pass has used
+the weights and no gather is in progress. So the effect of an update is seen one step later. Two
+optimizers may give an element's main param to different ranks, so each rank writes what it has.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from megatron_distopt.patch_points import REMEDY, Undos
 from megatron_distopt.plugin.fixes import Fix, apply_fixes, needed_fixes
 from megatron_distopt.plugin.fork_source import importable_host
 
-# The folder in which ranks write, how many steps, and by which part of itself the learning rate is
-# larger, 0 for not at all. They are no options: `compare` alone sets them.
+# The folder in which ranks write, the number of steps, and the fraction by which the learning rate
+# is increased (0 for none). They are not options: only `compare` sets them.
 RECORD_VARIABLE = "_MEGATRON_DISTOPT_RECORD"
 ITERATIONS_VARIABLE = "_MEGATRON_DISTOPT_ITERATIONS"
 NUDGE_VARIABLE = "_MEGATRON_DISTOPT_NUDGE"
-# elements whose values a rank writes in each step, and of one param at least
+# how many elements a rank records in each step, and how many of each param at least
 _SAMPLED, _OF_ONE = 8192, 32
 
 
@@ -56,23 +56,23 @@ class RecordedParam:
 
     name: str
     numel: int
-    sampled: int  # elements whose values are written
+    sampled: int  # number of elements whose values are written
     is_matrix: bool
     epsilon: float  # of its dtype: the distance from 1 to the next number
-    # the same of the dtype in which its gradient is added up, which optimizers may choose
+    # the same for the dtype in which its gradient is added up, which optimizers may choose
     grad_epsilon: float = field(compare=False)
 
 
 def record_training(folder: str | Path, iterations: float = math.inf, nudge: float = 0.0) -> Undos:
-    """Wraps the `train_step` of the Megatron that can be imported, when it is.
+    """Wraps the `train_step` of the installed Megatron when it is imported.
 
     Args:
-        folder: of the files.
-        iterations: steps after which all ranks leave with status 0, wherever the training began.
-        nudge: by which part of itself the learning rate is larger in each update.
+        folder: where the files are written.
+        iterations: the number of steps after which all ranks exit with status 0.
+        nudge: the fraction by which the learning rate is increased in each update.
 
     Raises:
-        UnknownHostError: there is no Megatron.
+        UnknownHostError: if no Megatron can be imported.
     """
     why, after = (
         ("each step is recorded", "megatron-distopt compare reads it"),
@@ -82,9 +82,7 @@ def record_training(folder: str | Path, iterations: float = math.inf, nudge: flo
     fixes = [Fix(point.module, rf"^def {point.attribute}\b", *why, after=after) for point in points]
     needed = needed_fixes(importable_host(sys.path), fixes)
     if not needed:
-        raise UnknownHostError(
-            f"{' or '.join(map(str, points))} is to be recorded, and is not here. {REMEDY}."
-        )
+        raise UnknownHostError(f"There is no {' or '.join(map(str, points))} to record. {REMEDY}.")
     undos = Undos()
     apply_fixes(needed, undos)
     return undos
@@ -113,7 +111,7 @@ class _StepRecorder:
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step of the script, and writes what it computed."""
-        # whoever wraps `train_step` may give it any signature
+        # other code that wraps `train_step` may give it any signature
         given = [*args, *kwargs.values()]
         optimizer = next((each for each in given if hasattr(each, "get_loss_scale")), None)
         lists = (each for each in given if isinstance(each, (list, tuple)))
@@ -121,8 +119,8 @@ class _StepRecorder:
         if optimizer is None or chunks is None:
             raise HostError(
                 f"train_step was called with {', '.join(type(each).__name__ for each in given)}, "
-                "and is recorded with a list of model chunks and an optimizer of Megatron's. Give "
-                "them to it as Megatron does."
+                "but a recording needs a list of model chunks and an optimizer of Megatron's. Give "
+                "these to train_step as Megatron does."
             )
         if not self._params:
             self._begin(chunks)
@@ -131,7 +129,7 @@ class _StepRecorder:
         seen = dict[str, Any]()
 
         def step(*args: Any, **kwargs: Any) -> Any:
-            # The device reads them in passing, and the CPU waits for it after the step.
+            # This is queued on the device; the CPU waits for the results after the step.
             params = [*self._params.values()]
             # the sum of the bits of all elements, each read as an integer
             bits = torch.stack([bits_of(param.detach()).sum(dtype=torch.int64) for param in params])
@@ -165,7 +163,7 @@ class _StepRecorder:
         self._file.write(json.dumps(measured) + "\n")
         self._num_left -= 1
         if not self._num_left:
-            exchange(None, Group.of())  # nobody leaves while another rank waits for it
+            exchange(None, Group.of())  # no rank exits while another still waits for it
             raise SystemExit(0)
         return result
 
@@ -195,10 +193,10 @@ class _StepRecorder:
 
     def _stride(self, numel: int) -> int:
         at_most = max(_OF_ONE, _SAMPLED // len(self._params))
-        return numel // at_most | 1  # odd: not one column of a matrix
+        return numel // at_most | 1  # odd, so that it does not pick a single column of a matrix
 
     def _sample_of_mains(self, optimizer: Any) -> list[Tensor]:
-        """By param, the main params of its sampled elements; nan where this rank has none."""
+        """The main params of the sampled elements, by param; nan if this rank does not have one."""
         samples = {
             name: torch.full_like(self._sample_of(param), math.nan, dtype=torch.float32)
             for name, param in self._params.items()
@@ -213,7 +211,7 @@ class _StepRecorder:
 
 @contextmanager
 def _nudged(optimizer: Any, nudge: float) -> Iterator[None]:
-    """Meanwhile the learning rates of all groups are larger by that part of themselves."""
+    """Within it the learning rates of all groups are increased by the fraction `nudge`."""
     groups = optimizer.param_groups if nudge else []
     rates = [group["lr"] for group in groups]
     for group in groups:
@@ -226,8 +224,8 @@ def _nudged(optimizer: Any, nudge: float) -> Iterator[None]:
 def _main_params(
     optimizer: Any, names: Mapping[Parameter, str]
 ) -> Iterator[tuple[str, int, Tensor]]:
-    """The main params that this rank has of 16-bit params: of which param, from which of its
-    elements on, and their values."""
+    """The main params of 16-bit params on this rank: the param's name, the first element, and the
+    values."""
     for each in getattr(optimizer, "chained_optimizers", [optimizer]):
         sharded = getattr(each, "sharded", None)
         if isinstance(sharded, ShardedOptimizer):
@@ -248,7 +246,7 @@ def _our_main_params(sharded: ShardedOptimizer) -> Iterator[tuple[str, int, Tens
 def _hosts_main_params(
     optimizer: Any, names: Mapping[Parameter, str]
 ) -> Iterator[tuple[str, int, Tensor]]:
-    """Of a Megatron's optimizer, by the names that all of them have."""
+    """The same for a Megatron's own optimizer, from attributes that all of them have."""
     held = vars(optimizer)
     if "shard_fp32_from_float16_groups" in held:
         params, mains = held["model_float16_groups"], held["shard_fp32_from_float16_groups"]
@@ -259,12 +257,12 @@ def _hosts_main_params(
         mains = held.get("fp32_from_float16_groups", ())
         find = None
     for param, main in zip(chain(*params), chain(*mains), strict=True):
-        if main is not None:  # some are kept by the optimizer inside
+        if main is not None:  # the inner optimizer keeps the others
             yield names[param], find(param)["param"].start if find else 0, main
 
 
 def _loss_of(losses: Mapping[str, Any]) -> float:
-    """The first loss that a step has logged; some Megatrons log a sum and a number of tokens."""
+    """The first loss that a step has logged. Some Megatrons log a sum and a number of tokens."""
     loss, *counts = torch.as_tensor([*losses.values(), math.nan][0]).flatten().tolist()
     return float(loss / counts[0] if counts else loss)
 

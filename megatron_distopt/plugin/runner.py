@@ -1,5 +1,5 @@
-"""The runner: starts a training script with the package installed, and otherwise as if it had been
-started alone.
+"""The runner: starts a training script with the package installed, and otherwise as Python would
+start it.
 
 ::
 
@@ -7,9 +7,9 @@ started alone.
     deepspeed --num_gpus 8 --module megatron_distopt pretrain_gpt.py ...
     python -m megatron_distopt -m package.pretrain ...
 
-The script is `__main__`, with its own arguments, folder, exit status and traceback; processes that
+The script is `__main__`, with its own arguments, folder, exit status and traceback. Processes that
 it spawns find its functions. The DeepSpeed launcher puts --local_rank=N before the script's name;
-the script gets it as its first argument.
+the script receives it as its first argument.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class TrainingScript:
 
     name: str  # a path, or the dotted name of a module
     is_module: bool
-    # everything after the name, with what the launcher put before it in front
+    # the launcher's argument before the name, and everything after the name
     arguments: tuple[str, ...]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Installs the package and runs the target; `argv` is without the program's name, and
-    `sys.argv[1:]` where None.
+    """Installs the package and runs the target. `argv` does not include the program's name; None
+    for `sys.argv[1:]`.
 
-    The status is the target's own, 2 for a bad command line, or 1 where the package cannot be
+    The exit status is the target's own, 2 for a bad command line, or 1 if the package cannot be
     installed.
     """
     words = sys.argv[1:] if argv is None else argv
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.path[0] = os.path.dirname(script)  # python -m put the working directory there
     try:
         if RECORD_VARIABLE in os.environ:
-            fix_host(in_force)  # the host with its own optimizer starts as it does with ours
+            fix_host(in_force)  # the host's own optimizer gets the same fixes as ours
             iterations = int(os.environ[ITERATIONS_VARIABLE])
             nudge = float(os.environ[NUDGE_VARIABLE])
             record_training(os.environ[RECORD_VARIABLE], iterations, nudge)
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if target.is_module:
         runpy.run_module(target.name, run_name="__main__", alter_sys=True)
         return
-    # As `python` does; runpy.run_path would put the absolute path into sys.argv[0].
+    # Like `python` itself; runpy.run_path would put the absolute path into sys.argv[0].
     main_module = ModuleType("__main__")
     main_module.__file__ = script
     sys.modules["__main__"] = main_module
@@ -90,17 +90,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse_target(words: Sequence[str]) -> TrainingScript:
-    """Splits the command line into the script and its arguments; refuses a script that does not
+    """Splits the command line into the script and its arguments. Refuses a script that does not
     exist."""
     launcher = [word for word in words[:1] if word.startswith(("--local_rank", "--local-rank"))]
     rest = list(words[len(launcher) :])
     is_module = rest[:1] == ["-m"]
     name, arguments = rest[is_module : is_module + 1], rest[is_module + 1 :]
     if not name or (not is_module and not os.path.isfile(name[0])):
-        missing = "No training script is given"
+        missing = "No training script was given"
         if name:
             missing = f"There is no training script {name[0]!r}"
-        raise ConfigError(f"{missing}. Put the script's path, or -m and a module, first.")
+        raise ConfigError(f"{missing}. First write the script's path, or -m and a module.")
     return TrainingScript(name[0], is_module, (*launcher, *arguments))
 
 

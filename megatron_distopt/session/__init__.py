@@ -1,5 +1,4 @@
-"""What every optimizer of ours is and answers, whatever the host: a `Session`, and the public calls
-over it.
+"""What is common to the optimizers of all hosts: a `Session`, and the public calls on it.
 
 A host's class inherits `SessionCalls` and has one `Session`, which asks a `HostState` for what
 differs between hosts.

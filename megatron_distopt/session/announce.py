@@ -1,4 +1,4 @@
-"""How rank 0 says what is active."""
+"""How rank 0 logs what is active."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _log = logging.getLogger("megatron_distopt")
 
 
 def announce(text: str) -> None:
-    """Logs at INFO; in a program that set up no logging at all, to stderr all the same."""
+    """Logs at INFO. A program that has set up no logging sees it on stderr."""
     if not _log.hasHandlers():
         _log.addHandler(logging.StreamHandler())
         _log.setLevel(logging.INFO)

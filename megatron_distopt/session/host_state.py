@@ -14,34 +14,34 @@ from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 
 class HostState(Protocol):
-    """What a `Session` asks of its host. No snapshot reads the state while the host brings it up to
-    date or replaces it."""
+    """What a `Session` needs from its host. While the host brings the state up to date or replaces
+    it, no snapshot reads it."""
 
     everyone: Group  # all ranks that hold a part of the model
-    # of this rank's part of the model, such as one of dense and one of expert params
+    # those of this rank's part of the model, such as one for dense and one for expert params
     optimizers: Sequence[ShardedOptimizer]
 
     def whole(self) -> WholeModel:
         """How this rank's part lies in the whole model."""
 
     def bring_up_to_date(self) -> None:
-        """Collective: makes the state that of the params as they are, or raises on all ranks."""
+        """Collective: makes the state match the params as they are now, or raises on all ranks."""
 
     def begin_load(self) -> None:
-        """Collective: ends what would read or write the state while a load replaces it."""
+        """Collective: before a load, ends everything that reads or writes the state."""
 
     def begin_training(self, saved: Manifest) -> None:
-        """Collective: gives those params a state that were saved with one and have none here."""
+        """Collective: gives state to params that were saved with state and have none here."""
         return None
 
     def read(self, folder: Path) -> None:
-        """Collective: reads what is in a folder into the state; the params are not gathered."""
+        """Collective: reads a checkpoint folder into the state, without gathering the params."""
         resume_step = self.optimizers[0].config.resume_step
         load_any(folder, self.whole(), self.everyone, resume_step=resume_step)
 
     def loaded(self) -> None:
-        """Collective: follows a load, before the params are gathered."""
+        """Collective: called after a load, before the params are gathered."""
         return None
 
     def gather_written(self) -> None:
-        """Collective: brings to all ranks what was written into the shards of the param buffers."""
+        """Collective: gathers on all ranks what was written into shards of the param buffers."""

@@ -12,7 +12,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def on_all_ranks(method: Method) -> Method:
-    """Makes a collective method tell a rank that is alone in it, see [Note: a call on one rank] in
+    """Makes a collective method raise if not all ranks call it, see [Note: a call on one rank] in
     comm/meeting.py."""
 
     @functools.wraps(method)

@@ -1,4 +1,5 @@
-"""One run of an optimizer of ours: what saves it, protects it and is called around its steps."""
+"""One run of a distributed optimizer: it is saved and protected here, and hooks run around its
+steps."""
 
 from __future__ import annotations
 
@@ -21,36 +22,35 @@ from megatron_distopt.options import variable_of
 from megatron_distopt.session.announce import announce
 from megatron_distopt.session.host_state import HostState
 
-#: In what a manifest says about a run: the number in the job of the first of the ranks that saved
-#: together.
+#: Key in a manifest's `about`: the global rank of the first of the ranks that saved together.
 FIRST_RANK = "first_rank"
 
 
 class HostScript(Protocol):
-    """The training script of a host, which keeps something beside the optimizer."""
+    """The training script of a host, which has state of its own in addition to the optimizer's."""
 
     def prepare_snapshot(self) -> None:
         """Collective: checks and collects what the script adds to a snapshot."""
 
 
 class Session:
-    """Collective: an optimizer of ours, whatever the host.
+    """Collective: one run of a distributed optimizer in any host.
 
     Args:
         host: what differs between hosts.
-        of_all: the session of all optimizers of the model, where this is that of one of them; both
-            have one protection.
+        of_all: the session of all optimizers of the model, if this one is for only one of them.
+            Both share one protection.
 
     Attributes:
         protection: makes snapshots; None without `protect_every`.
-        hooks: what is called around each step and after a load; empty without `protect_every`.
-        newest: updates of the newest checkpoint on disk, from `save` and `load` of a protected run;
-            None where that is not known.
-        script: what trains the model, where that is a host's own script.
+        hooks: called around each step and after a load; empty without `protect_every`.
+        newest: number of updates in the newest checkpoint on disk, as `save` and `load` of a
+            protected run have seen it; None if unknown.
+        script: the host's training script, if that trains the model.
 
     Raises:
-        ConfigError, CheckpointError: on all ranks: there is no folder for snapshots, or no room in
-            it.
+        ConfigError, CheckpointError: on all ranks, if there is no folder for snapshots or no space
+            in it.
     """
 
     def __init__(self, host: HostState, of_all: Session | None = None) -> None:
@@ -86,7 +86,7 @@ class Session:
         return protection
 
     def enter_script(self, script: HostScript) -> None:
-        """From now on a host's script trains the model."""
+        """Notes that a host's script trains the model from now on."""
         self.script = script
 
     def _prepare_snapshot(self) -> None:
@@ -99,8 +99,7 @@ class Session:
     # --- the state is read or replaced
 
     def wait_for_snapshot(self) -> None:
-        """Lets the device finish the copy of the state that is under way, before the state
-        changes."""
+        """Waits until the device has copied the state for a snapshot, before the state changes."""
         if self.protection is not None:
             self.protection.wait_for_copy()
 
@@ -111,7 +110,7 @@ class Session:
 
     def begin_load(self) -> None:
         """Collective: before the state is replaced."""
-        self.finish_saving()  # what is being saved may be what is to be loaded
+        self.finish_saving()  # the checkpoint being saved may be the one to load
         self.wait_for_snapshot()
         self.host.begin_load()
 
@@ -123,21 +122,21 @@ class Session:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Collective: around a load that replaces the state, or raises on all ranks."""
+        """Collective: wraps a load that replaces the state, or raises on all ranks."""
         self.begin_load()
         yield
         self.end_load()
 
     def note_loaded(self) -> None:
-        """The next step is the first of a start."""
+        """Tells the hooks that the state was replaced."""
         for hook in self.hooks:
             hook.loaded()
 
     # --- checkpoints
 
     def write(self, folder: Path) -> None:
-        """Collective: saves the state as it is, or begins to; the deferred check of the last step
-        may raise."""
+        """Collective: saves the state, or begins to in the background. The deferred check of the
+        last step may raise."""
         if self.everyone.size < Group.of().size:
             raise_together(lambda: self._check_folder(folder), self.everyone, "save")
         finish_deferred_check(self.host.optimizers, self.everyone)
@@ -147,30 +146,32 @@ class Session:
             save_checkpoint(folder, self.host.whole(), self.everyone)
 
     def _check_folder(self, folder: Path) -> None:
-        """Refuses a folder in which another process group of the job saves, which would be
-        replaced."""
+        """Refuses a folder in which another process group of the job has saved: its checkpoint
+        would be replaced."""
         if self.everyone.rank == 0 and is_checkpoint(folder):
             own = self.everyone.global_rank(0)
             first = read_manifest(folder).about.get(FIRST_RANK, own)
             if first != own:
                 raise CheckpointError(
-                    f"Checkpoint {folder} is that of the process group of rank {first}, and must "
-                    "be of one process group. Give each group a folder of its own."
+                    f"Checkpoint {folder} was saved by the process group whose first rank is "
+                    f"{first}, and this group would replace it. Give each process group a folder "
+                    "of its own."
                 )
 
     def finish_saving(self) -> None:
-        """Collective: waits for a save in the background; raises what went wrong in it."""
+        """Collective: waits for a save in the background, and raises the error of a failed one."""
         if self._background is not None:
             self._background.finish()
 
     def note_newest(self) -> None:
-        """Collective: the present state is that of the newest checkpoint on disk, unless one is
-        written in the background, which a crash may prevent."""
+        """Collective: notes that the newest checkpoint on disk has the present state. Not with
+        `async_save`, where a crash may prevent the write."""
         if self.protection is not None and not self.config.async_save:
             self.newest = self._num_updates()
 
     def forget_newest(self) -> None:
-        """The host saves by itself from now on."""
+        """Notes that the newest checkpoint is unknown, because the host saves by itself from now
+        on."""
         self.newest = None
 
     # --- snapshots
@@ -179,14 +180,14 @@ class Session:
         self.host.optimizers[0].check_has_params(call)
         if self.protection is None:
             raise ConfigError(
-                f"{call} was called in a run that is not protected. Give protect_every a number of "
-                "steps, such as 100."
+                f"{call} was called, but protect_every is not set, so there are no snapshots. Set "
+                "protect_every to a number of steps, such as 100."
             )
         return self.protection
 
     def take_newest(self, resumed: Resumed) -> None:
-        """Collective: what a snapshot says of the checkpoints, unless `load` has taken an older one
-        than was the newest then, which is refused."""
+        """Collective: takes over what a snapshot says about the newest checkpoint. Refuses the
+        snapshot if `load` took an older checkpoint than the newest at that time."""
         loaded, was = self.newest, resumed.state["newest"]
         self.newest = was if loaded is None else loaded
         if was not in (None, self.newest) and (loaded or 0) < self._num_updates():
@@ -194,7 +195,7 @@ class Session:
             self.refuse_change(resumed.step, found, f"one of {was} updates")
 
     def _num_updates(self) -> int:
-        """Collective: of the params that were updated most often."""
+        """Collective: the number of updates of the params that were updated most often."""
         counts = [count_updates(sharded.inner) or 0 for sharded in self.host.optimizers]
         return max(exchange(max(counts), self.everyone))
 
@@ -203,10 +204,11 @@ class Session:
         `protect_take` names it."""
         if self.config.protect_take != step:
             raise CheckpointError(
-                f"This start found {found}, and the newest checkpoint was {was} when the snapshot "
-                f"of step {step} in memory was made. To go on from memory, set "
-                f"{variable_of('protect_take')}={step} on all nodes. To go on from the checkpoint, "
-                f"remove {self.checked_protection('resume').folder} on all nodes."
+                f"This start found {found}, but when the snapshot of step {step} was made, the "
+                f"newest checkpoint was {was}. To continue from the snapshot in memory, set "
+                f"{variable_of('protect_take')}={step} on all nodes. To continue from the "
+                "checkpoint, remove "
+                f"{self.checked_protection('resume').folder} on all nodes."
             )
 
     def release(self) -> None:

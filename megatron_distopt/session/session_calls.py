@@ -1,4 +1,4 @@
-"""The public calls that an optimizer of ours answers beside those of its host, written once."""
+"""The public calls that the package adds to every host's optimizer, written once."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from megatron_distopt.session.shown_averages import averages_shown
 
 
 class SessionCalls:
-    """The base beside the host's own class."""
+    """A base class of every host's optimizer, in addition to the host's own class."""
 
     session: Session
     stats_group: Group  # the ranks that meet in a public call
 
     def started(self) -> Session:
-        """The session; collective at the first call where a host cannot build it before."""
+        """The session. The first call is collective in hosts that cannot build it earlier."""
         return self.session
 
     @on_all_ranks
@@ -33,11 +33,11 @@ class SessionCalls:
         """Collective: writes the state of all ranks, for any other layout of the same model.
 
         Args:
-            folder: of the checkpoint, the same on all ranks; made where it is missing.
+            folder: where the checkpoint is written, the same on all ranks; made if it is missing.
 
         Raises:
             CheckpointError: on a rank that cannot write; the folder holds what it held before.
-            RanksDisagreeError: on the others.
+            RanksDisagreeError: on the other ranks.
         """
         session = self.started()
         session.bring_up_to_date()
@@ -45,23 +45,23 @@ class SessionCalls:
         session.note_newest()
 
     def finish_saving(self) -> None:
-        """Collective: waits for a save in the background (`async_save`); raises what went wrong in
-        it."""
+        """Collective: waits for a save in the background (`async_save`), and raises the error of a
+        failed one."""
         self.started().finish_saving()
 
     @torch.no_grad()
     @on_all_ranks
     def load(self, folder: str | Path) -> None:
-        """Collective: takes what `save` wrote, at this or any other layout, and gathers the params.
+        """Collective: loads what `save` wrote, at this or any other layout, and gathers the params.
 
         Args:
-            folder: of the checkpoint, the same on all ranks; also one of other software that has
-                these param names. One that megatron-core wrote in flat buffers without names is
-                taken at the layout that wrote it, after the model's weights were loaded.
+            folder: the checkpoint to load, the same on all ranks. Other software may have written
+                it, with these param names. One that megatron-core wrote in flat buffers without
+                names loads only at the layout that wrote it, after the model's weights.
 
         Raises:
             CheckpointError: on a rank that finds a fault; nothing is changed on any rank then.
-            RanksDisagreeError: on the others.
+            RanksDisagreeError: on the other ranks.
         """
         session = self.started()
         with session.loading():
@@ -71,18 +71,17 @@ class SessionCalls:
     def protect(self, step: int, state: Callable[[], Any] = lambda: None) -> None:
         """Collective: keeps a snapshot of this step in memory, at every `protect_every`-th call.
 
-        To be called after each step, when a scheduler has made its step, too. docs/protect.md shows
-        a loop.
+        Call it after each step, and after the step of a scheduler. docs/protect.md shows a loop.
 
         Args:
             step: the number of steps that are done, the same on all ranks.
-            state: returns what else this rank needs to go on from here, such as the state of a
-                scheduler, of a data loader and of generators: tensors, numbers, texts, lists,
-                tuples and dicts. Called for a snapshot alone.
+            state: returns what else this rank needs to continue from here, such as the state of a
+                scheduler, a data loader and generators: tensors, numbers, strings, lists, tuples
+                and dicts. It is called only when a snapshot is made.
 
         Raises:
-            ConfigError: `protect_every` is not set, or `resume` was not called before.
-            CheckpointError, RanksDisagreeError: on all ranks, where one cannot take its part.
+            ConfigError: if `protect_every` is not set, or `resume` was not called before.
+            CheckpointError, RanksDisagreeError: on all ranks, if one cannot keep its part.
         """
         session = self.started()
         protection = session.checked_protection("protect")
@@ -91,20 +90,20 @@ class SessionCalls:
     @torch.no_grad()
     @on_all_ranks
     def resume(self, newer_than: int = -1) -> Resumed | None:
-        """Collective: takes the newest whole snapshot in memory, at this or any other size, and
+        """Collective: loads the newest complete snapshot in memory, at this or any other size, and
         gathers the params.
 
         Args:
-            newer_than: the step that the run has from a checkpoint; an older snapshot is not taken.
+            newer_than: the step of a checkpoint that was loaded; an older snapshot is not loaded.
 
         Returns:
-            `step` and the `state` that this rank gave to `protect`, or where the number of ranks
-            has changed rank 0; None where memory has nothing to take, and nothing has changed.
+            `step` and the `state` that this rank gave to `protect`; rank 0's state if the number of
+            ranks has changed. None if there is no snapshot to load; nothing has changed then.
 
         Raises:
-            ConfigError: `protect_every` is not set.
-            CheckpointError: on all ranks: `load` took an older checkpoint before than was the
-                newest when the snapshot was made.
+            ConfigError: if `protect_every` is not set.
+            CheckpointError: on all ranks, if `load` took an older checkpoint than the newest one at
+                the time of the snapshot.
         """
         session = self.started()
         protection = session.checked_protection("resume")
@@ -119,24 +118,24 @@ class SessionCalls:
     @contextmanager
     @on_all_ranks
     def averaged_params(self) -> Iterator[None]:
-        """Collective: `with optimizer.averaged_params(): ...` evaluates averages, rounded to the
-        dtypes of the params.
+        """Collective: within `with optimizer.averaged_params():` the model has the averages of its
+        params, rounded to their dtypes.
 
         Afterwards, also after an error, the params are what they were, to the bit; what was written
-        to them within is lost. Before the first step there are no averages, and the params stay.
-        Module buffers always stay.
+        to them in between is lost. Before the first step there are no averages, and the params
+        stay. Module buffers always stay.
 
         Raises:
-            ConfigError: on all ranks: `ema_decay` is not set.
-            AccessError: on all ranks: it is within another one. A step, a save and a load within it
-                raise this, too.
+            ConfigError: on all ranks, if `ema_decay` is not set.
+            AccessError: on all ranks, if it is nested. A step, a save or a load within it raises
+                this, too.
         """
         session = self.started()
         optimizers = session.host.optimizers
         if optimizers[0].averages is None:
             raise ConfigError(
-                "averaged_params() is called, and the run has no ema_decay and so no averages. "
-                "Give ema_decay a number such as 0.999."
+                "averaged_params() was called, but ema_decay is not set, so there are no averages. "
+                "Set ema_decay to a number such as 0.999."
             )
         optimizers[0].check_has_params("averaged_params()")
         session.bring_up_to_date()
@@ -144,10 +143,10 @@ class SessionCalls:
             yield
 
     def reset_state(self) -> None:
-        """Lets the optimizer state of all params begin anew, on all ranks and between two steps.
+        """Resets the optimizer state of all params. Call it on all ranks, between two steps.
 
-        Moments are zero or absent, and counts of updates are 0; params, main params and averages
-        stay. Of all params, because files of a Megatron have one count for them.
+        Moments become zero or absent, and counts of updates become 0; params, main params and
+        averages stay. It resets all params because files of a Megatron have one count for them.
         """
         session = self.started()
         session.wait_for_snapshot()
@@ -163,7 +162,7 @@ class SessionCalls:
 
 def _not_copied(how: str) -> AccessError:
     return AccessError(
-        f"The optimizer cannot be {how}, because the params of its model lie in its buffers. Keep "
-        "optimizer.state_dict(), or build the model again and call distribute(...) or "
+        f"The optimizer cannot be {how}, because the params of its model lie in its buffers. Copy "
+        "optimizer.state_dict() instead, or build the model again and call distribute(...) or "
         "get_megatron_optimizer(...)."
     )

@@ -1,4 +1,4 @@
-"""Averages in the place of the params."""
+"""Puts averages into the model in place of its params."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatron_distopt.optimizer.sharded import ShardedOptimizer
 def averages_shown(
     optimizers: Sequence[ShardedOptimizer], gather: Callable[[], None]
 ) -> Iterator[None]:
-    """Collective: within it the model has the averages, rounded, and afterwards what it had before.
+    """Collective: within it the model has the rounded averages, and afterwards its params again.
 
-    What a rank owns of the model params is kept meanwhile: they may be main params themselves, or
-    hold bits of them. `gather` is collective, and brings to all ranks what is in the shards of the
-    param buffers.
+    Meanwhile each rank keeps a copy of its shards of the model params, because they may be main
+    params themselves or hold bits of them. `gather` is collective and gathers the shards of the
+    param buffers on all ranks.
     """
     for buffer in (buffer for optimizer in optimizers for buffer in optimizer.buffers):
         buffer.collect()

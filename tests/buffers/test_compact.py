@@ -189,7 +189,7 @@ def test_buffer_when_a_tensor_has_another_length_then_refused() -> None:
     params = {"norm": Parameter(torch.ones(3))}
     for sizes, kind in (((12, 11), "param"), ((11, 12), "grad")):
         grad, param = (torch.zeros(size) for size in sizes)
-        with pytest.raises(LayoutError, match=rf"{kind} buffer: shape \(11,\).*12 elements"):
+        with pytest.raises(LayoutError, match=rf"{kind} buffer has shape \(11,\).*12 elements"):
             CompactBuffer(layout, 0, grad, param, frozenset(params), params, 3)
 
 

@@ -198,7 +198,7 @@ def test_machine_when_apex_is_the_unrelated_project_of_that_name_then_it_says_so
     monkeypatch.syspath_prepend(write_tree(tmp_path / "pypi", {"apex/__init__.py": ""}))
     found = of(list(doctor_machine.describe_machine(DistOptConfig(adam="apex"))), "inner optimizer")
     assert found.status is Status.PROBLEM
-    assert "not NVIDIA's but an unrelated project" in found.text
+    assert "the 'apex' of PyPI is an unrelated project" in found.text
 
 
 def test_machine_when_the_backend_of_the_device_is_missing_then_a_problem(

@@ -68,7 +68,7 @@ def test_patch_when_the_fork_is_none_then_one_line_and_status_1(
     status, out, err = run(capsys, "patch", "--apply", neox(tmp_path / "neox"))
     assert (status, out) == (1, "")
     assert_mentions(
-        err, "GPT-NeoX", 'Write "zero_optimization": {"stage": 1} in its DeepSpeed config'
+        err, "GPT-NeoX", 'Write "zero_optimization": {"stage": 1} in the DeepSpeed config'
     )
 
 

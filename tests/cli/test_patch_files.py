@@ -248,7 +248,7 @@ def test_undo_when_the_block_was_edited_then_refused_and_nothing_changes(
     file.write_text(file.read_text().replace(*edit))
     before = file.read_bytes()
     text = refusal_of(lambda: find_block(fork_at(tmp_path)))
-    assert_mentions(text, FACTORY, repr(BEGIN), repr(END), "Take the lines out by hand")
+    assert_mentions(text, FACTORY, repr(BEGIN), repr(END), "Delete the lines by hand")
     assert file.read_bytes() == before
 
 
@@ -261,7 +261,7 @@ def test_undo_when_the_block_was_edited_then_refused_and_nothing_changes(
         ),
         (
             ("(model)\n", "(model)\n\n\nfrom foreign import get_megatron_optimizer\n"),
-            (f"{FACTORY}:8", "Take the other patcher out"),
+            (f"{FACTORY}:8", "Remove the other patch"),
         ),
         (
             ("def get_megatron_optimizer", "if True:\n  def get_megatron_optimizer"),

@@ -97,9 +97,7 @@ MOMENTS = (
     "Resume with the optimizer of the saved run | --no-load-optim"
 )
 SAME_PARALLEL = "same tensor- and pipeline-parallel size | --no-load-optim"
-SAME_RANKS = (
-    "Resume with the ranks of the saved run | megatron-distopt convert --to per-rank --dp N"
-)
+SAME_RANKS = "Resume with as many ranks | megatron-distopt convert --to per-rank --dp N"
 LOST_STEP = "no update count | torch's Adam | Write --distopt-resume-step N"
 DECAYED, VECTORS = (
     f"(name={name}_no_scale_lr, wd_mult={factor}, lr_mult=1.0)"
@@ -110,7 +108,7 @@ WORDS = "language_model.embedding.word_embeddings.weight"
 NUM_OF_TWO = (5, 6)
 HALVES, SHARDS = "fp32_from_fp16_params", "shard_fp32_from_float16_groups"
 CHUNK = f"chunk 0 | 7744 | {SAME_PARALLEL}"
-NO_VECTORS = f"no param group with {VECTORS} | has {DECAYED}. | {OTHER_MODEL}"
+NO_VECTORS = f"a param group with {VECTORS} | has only {DECAYED}. | {OTHER_MODEL}"
 #: What a refusal names, between bars; two texts where the ranks differ. `_bad_files` and the like
 #: make what is given.
 REFUSED: dict[str, dict[str, str | tuple[str, str]]] = {
@@ -122,9 +120,9 @@ REFUSED: dict[str, dict[str, str | tuple[str, str]]] = {
         "moment": MOMENTS,
     },
     "head": {
-        "nothing": f"The optimizer state is one with nothing | gathered file | {OTHER_MODEL}",
+        "nothing": f"The optimizer state | has no keys | gathered file | {OTHER_MODEL}",
         "group missing": NO_VECTORS,
-        "group too many": f"(name=third, wd_mult=1.0, lr_mult=1.0) besides | {OTHER_MODEL}",
+        "group too many": f"a param group with (name=third, wd_mult=1.0, lr_mult=1.0) | {OTHER_MODEL}",
     },
     "undistributed": {
         "param missing": f"9 params, 10 of them | group 0 | the model's 10 | {OTHER_MODEL}",
@@ -138,7 +136,7 @@ REFUSED: dict[str, dict[str, str | tuple[str, str]]] = {
             f"{NUM_OF_TWO[1]} params | the model's {NUM_OF_TWO[0]} | group 0 | {SAME_RANKS}",
             f"{NUM_OF_TWO[0]} params | the model's {NUM_OF_TWO[1]} | group 0 | {SAME_RANKS}",
         ),
-        "of a gathered layout": f"without {SHARDS} | --no-load-optim",
+        "of a gathered layout": f"has no {SHARDS} | --no-load-optim",
         "main missing": (
             f"{NUM_OF_TWO[0]} params, {NUM_OF_TWO[0] - 1} of them | the model's {NUM_OF_TWO[0]} | "
             f"{SAME_RANKS}",

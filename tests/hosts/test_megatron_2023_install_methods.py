@@ -236,7 +236,7 @@ def test_as_library_when_it_is_required_and_the_flag_is_missing_then_refused(fac
 def test_as_library_when_the_flag_is_missing_then_rank_0_alone_says_once_that_it_is_not_used(
     facts: Facts,
 ) -> None:
-    line = "megatron_distopt is loaded and not used: use_distributed_optimizer is not set"
+    line = "megatron_distopt is loaded but not used: use_distributed_optimizer is not set"
     assert [named["said without the flag"] for _, _, named in facts.by_rank] == [[line], []]
 
 
@@ -262,7 +262,7 @@ def test_runner_when_it_is_active_then_rank_0_says_once_what_it_does(
     launcher, done = launched
     files = {
         "deepspeed": "per-rank files, the fork's own",
-        "torchrun": "gathered file, a folder that loads at any size",
+        "torchrun": "gathered file, with the optimizer state in a folder that loads at any size",
     }
     assert _block_in(done.launched.output) == [
         f"{_ACTIVE}a Megatron of 2023 (megatron.optimizer.get_megatron_optimizer, "

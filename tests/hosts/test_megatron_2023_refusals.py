@@ -280,7 +280,7 @@ _CLASS = f"DistributedOptimizer | {_LISTED} | megatron_distopt.DistributedOptimi
 _FACTORY_NAME = "megatron.optimizer.get_megatron_optimizer"
 _GATHER = "--distopt-overlap-param-gather"
 _OVERLAP = "--distopt-overlap-grad-reduce"
-_FLOAT64 = f"'{_WORD}' | float64 | float32, bfloat16, float16 | Convert or freeze"
+_FLOAT64 = f"'{_WORD}' | float64 | float32, bfloat16, float16 | requires_grad_(False)"
 
 
 def _on_rank_1(option: str, value: str, others: str) -> str:
@@ -346,7 +346,7 @@ CASES: dict[str, tuple[Any, str, str]] = {
     "class with an option that is on": (
         lambda at: at.built_by(_BUILD[:-1] + ", overlap=True)", f"{_USUAL}, overlap=False"),
         "HostMismatchError",
-        f"DistributedOptimizer | overlap=True | {_USUAL} | option behind it off",
+        f"DistributedOptimizer | overlap=True | {_USUAL} | Leave the fork's option for it off",
     ),
     "factory that builds something else": (
         lambda at: at.built_by(f"FP32Optimizer({_GIVEN[:36]})", _USUAL),
@@ -412,7 +412,7 @@ CASES: dict[str, tuple[Any, str, str]] = {
             "--frozen-param", lambda chunks: [chunk.requires_grad_(True) for chunk in chunks]
         ),
         "LayoutError",
-        f"'{_POSITION}' | DistributedDataParallel | Unfreeze params before wrapping",
+        f"'{_POSITION}' | DistributedDataParallel | param.requires_grad_(True)",
     ),
     "experts in the fork's file": (
         "--experts --distopt-checkpoint-format gathered",
@@ -511,7 +511,7 @@ def test_inner_when_the_fork_wants_torchs_on_the_cpu_then_the_best_there_is() ->
 
 
 _APEX = "from apex.optimizers import FusedAdam\n"
-_NO_APEX = "cannot be imported | No module named 'apex' | Install what it misses | NVIDIA apex"
+_NO_APEX = "cannot be imported | No module named 'apex' | Install the missing module | NVIDIA apex"
 #: Name of a fork: how it is made, a file that is different and what is in it, and what the message
 #: names.
 FORKS: dict[str, tuple[Callable[[Path], Path], str, str, str]] = {
@@ -607,7 +607,7 @@ def _with_options(groups: Any) -> torch.optim.Optimizer:
 
 FOREACH = DistOptConfig(adam="torch_foreach")
 _ON_HOST = SimpleNamespace(cpu_optimizer=True)
-_NOT_BOTH = ("amsgrad=True, maximize=True", "Drop one of the two")
+_NOT_BOTH = ("amsgrad=True, maximize=True", "Drop these options")
 
 
 @pytest.mark.parametrize(

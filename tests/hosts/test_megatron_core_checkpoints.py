@@ -491,11 +491,7 @@ REFUSALS: dict[str, tuple[str, ...]] = {
         "'output_layer.weight', which the model does not have",
         "--no-load-optim",
     ),
-    "not asked for": (
-        "CheckpointError",
-        "told --no-save-optim asks for no tensor",
-        "Drop --no-save-optim",
-    ),
+    "not asked for": ("CheckpointError", "with --no-save-optim", "Drop --no-save-optim"),
     "not read": (
         "CheckpointError",
         "a ShardedTensor",

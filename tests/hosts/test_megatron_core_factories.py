@@ -377,7 +377,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         "optimizer.MixedPrecisionOptimizer.step",
         "distrib_optimizer.DistributedOptimizer.load_state_dict",
         "mindspeed.elsewhere, other, quantized",
-        "Switch those patches off",
+        "Switch the patches off",
     ),
     "method of other code under a decorator of torch's": _refused(
         lambda: _methods_of_other_code({}, decorate=True),

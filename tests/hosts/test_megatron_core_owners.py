@@ -256,7 +256,7 @@ REFUSED: dict[str, tuple[str, Context]] = {
         _call(lambda optimizer: [*optimizer.optimizer.state.values()]),
     ),
     "whole, the inner optimizer's": (
-        "load(folder) of",
+        "load(folder)",
         _call(lambda ours: ours.optimizer.load_state_dict({})),
     ),
     "unscaled by the host": (

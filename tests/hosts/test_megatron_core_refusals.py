@@ -136,7 +136,7 @@ FLOAT64 = (
     f"param '{EMBEDDING}'",
     "float64",
     "one of float32, bfloat16, float16",
-    "Convert or freeze",
+    "param.requires_grad_(False)",
 )
 _TAKE_ANOTHER = (
     "Load what optimizer.state_dict() returned, or start from the weights with --no-load-optim."
@@ -160,12 +160,17 @@ ON_ALL: dict[str, tuple[Any, ...]] = {
         ConfigError,
         "Write DistributedDataParallelConfig(use_distributed_optimizer=True).",
     ),
-    "no ddp": (_built(unwrapped=True), HostError, "GPTModel", "Wrap it, or drop the flag."),
+    "no ddp": (
+        _built(unwrapped=True),
+        HostError,
+        "GPTModel",
+        "Wrap it, or drop --use-distributed-optimizer.",
+    ),
     "unfrozen": (
         _built(frozen_when_wrapped=True),
         LayoutError,
         EMBEDDING,
-        "Unfreeze params before wrapping.",
+        "param.requires_grad_(True)",
     ),
     "float64": (_built(double=True), *FLOAT64),
     "fp16 params without fp16": (
@@ -219,7 +224,7 @@ ON_ALL: dict[str, tuple[Any, ...]] = {
         _built(newer=5),
         ConfigError,
         "new_idea is 5 in",
-        "default is 4",
+        "default 4",
         "Leave new_idea out",
     ),
     "unknown optimizer": (
@@ -237,7 +242,7 @@ ON_ALL: dict[str, tuple[Any, ...]] = {
     "our 8 bits": (
         _built(options=_OURS(reduce_dtype="bfloat16")),
         ConfigError,
-        "reduce_dtype is set, and megatron-core leaves it to the host's --grad-reduce-in-bf16",
+        "reduce_dtype is set, but megatron-core decides it by --grad-reduce-in-bf16",
         "Drop --distopt-reduce-dtype.",
     ),
     "our clipping": (
@@ -282,13 +287,13 @@ ON_ALL: dict[str, tuple[Any, ...]] = {
     "no groups": (
         lambda rank: _build().load_state_dict({"inner": "adam", "param_groups": []}),
         CheckpointError,
-        "no 'optimizer' with param_groups",
+        "must have 'optimizer' with param_groups",
         _TAKE_ANOTHER,
     ),
     "fewer groups": (
         lambda rank: _build().load_state_dict({"optimizer": {"param_groups": [{}]}}),
         CheckpointError,
-        "number of param groups is 1 in the state and 2",
+        "state has 1 param groups, but this optimizer has 2",
         _TAKE_ANOTHER,
     ),
 }

@@ -85,7 +85,7 @@ def test_base_optimizer_of_2023_when_it_has_options_that_the_named_adam_has_not_
     None
 ):
     base = OWN["amsgrad"]([VALUES.clone().requires_grad_()])
-    with pytest.raises(ConfigError, match=r"AdamW has amsgrad=True.*Drop one of the two"):
+    with pytest.raises(ConfigError, match=r"AdamW has amsgrad=True.*Drop these options"):
         _chosen(base, DistOptConfig(adam="torch_foreach"))
 
 

@@ -209,7 +209,7 @@ PROGRAMS: dict[str, Program] = {
         promises.step_with_closure,
         NoEffect(),
         setting=BF16,
-        notes={"step": "HostError: step was given a closure"},
+        notes={"step": "HostError: step was called with a closure"},
     ),
     "param_saved": Program(promises.save_a_param, NoEffect(), setting=BF16),
     "amsgrad": Program(base=Amsgrad, setting=BF16),

@@ -153,7 +153,7 @@ def _owners_begin_anew(kind: str, rank: int, size: int) -> None:
         step(fresh, other)
     assert torch.equal(model.one, fresh.one) and torch.equal(model.two, fresh.two)
     if kind == "Adafactor":
-        with pytest.raises(ConfigError, match="owners keep the state"):
+        with pytest.raises(ConfigError, match="kept by the owners"):
             optimizer.reset_state(scale={"exp_avg": 0.1})
 
 

@@ -75,7 +75,7 @@ def test_survey_when_a_fork_is_whole_then_every_patch_point_has_its_place(tmp_pa
     ("rebound", "found"),
     [
         ("get_megatron_optimizer = wrap()\n", f"{FACTORY}:6"),
-        (f"{BLOCK_TEXT}get_megatron_optimizer = None\n", "bound"),
+        (f"{BLOCK_TEXT}get_megatron_optimizer = None\n", "assigns something else"),
     ],
 )
 def test_survey_when_the_name_is_bound_again_then_refused(
@@ -83,7 +83,7 @@ def test_survey_when_the_name_is_bound_again_then_refused(
 ) -> None:
     """See test_patch_files.py for what else may be wrong with the function."""
     write_tree(per_rank_2023(tmp_path), {FACTORY: FACTORY_OF_2023 + rebound})
-    assert_mentions(read(tmp_path)[0].refusal, found, "Take the other patcher out")
+    assert_mentions(read(tmp_path)[0].refusal, found, "Remove the other patch")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_fork_when_the_path_is_wrong_then_refused_with_what_to_write(tmp_path: P
     cases = {
         tmp_path / "nowhere": "Write the path of your Megatron's checkout.",
         empty: "Write the path of your Megatron's checkout.",
-        fork / "pretrain_gpt.py": "must be a folder that holds the folder megatron",
+        fork / "pretrain_gpt.py": "does not contain a folder megatron",
     }
     for path, remedy in cases.items():
         assert_mentions(

@@ -549,9 +549,13 @@ MUON_REFUSED: Refused = {
     "hooks": (
         lambda: _changed(lambda model, given: given[1].register_step_post_hook(lambda *_: None)),
         ConfigError,
-        "AdamW, one of several optimizers, has hooks",
+        "AdamW is one of several optimizers and has hooks",
     ),
-    "Muon was stepped": (lambda: _changed(_stepped_before), ConfigError, "has state"),
+    "Muon was stepped": (
+        lambda: _changed(_stepped_before),
+        ConfigError,
+        "stepped or loaded before",
+    ),
     "a param in both": (
         lambda: _of_matrix(lambda model: _muon([model.wide])),
         LayoutError,
@@ -597,7 +601,7 @@ MUON_REFUSED: Refused = {
         f"{name} of {kind}": (
             partial(_call, name, number),
             ConfigError,
-            f"Call {name} of what distribute(...) returned",
+            f"Call {name} of the optimizer that it returned",
         )
         for name, number, kind in CALLS
     },
@@ -606,7 +610,7 @@ CLASS_REFUSED: Refused = {
     "class that looks beyond a param": (
         lambda: _elementwise(Clipping, updates="params"),
         ConfigError,
-        "as one that updates params by themselves",
+        "with updates='params'",
     ),
     "class of which nothing is said": (
         lambda: _elementwise(Clipping),
@@ -623,7 +627,7 @@ CLASS_REFUSED: Refused = {
         ConfigError,
         "Leave updates out",
     ),
-    "object's own state": (_object_kept_its_state, AccessError, "after it was given to distribute"),
+    "object's own state": (_object_kept_its_state, AccessError, "given to distribute(...)"),
     "class with low precision": (
         lambda: _class("SOAP", exp_avg_dtype="bfloat16"),
         ConfigError,
@@ -781,7 +785,7 @@ def test_owners_when_something_is_not_served_then_an_error_on_all_ranks(
 
 
 def test_updates_when_it_is_said_then_the_check_has_to_agree(one_rank: None) -> None:
-    with pytest.raises(ConfigError, match="as one that updates elements"):
+    with pytest.raises(ConfigError, match="with updates='elements'"):
         _class("Lamb", updates="elements")
     model = _model()
     lion = distribute(

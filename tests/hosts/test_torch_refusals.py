@@ -257,7 +257,7 @@ def _module_buffers_differ(rank: int) -> None:
     distribute(model, AdamW(model.parameters()), accelerator="torch")
 
 
-FLOAT64 = ("param 'bias'", "float64", "float32, bfloat16, float16", "Convert or freeze the param")
+FLOAT64 = ("param 'bias'", "float64", "float32, bfloat16, float16", "param.requires_grad_(False)")
 IN_ITS_PAIR = (
     "param shapes",
     "rank 3 has bias[3]",
@@ -301,7 +301,9 @@ START_UP: dict[str, Case] = {
     "foreign params": (
         _foreign_params,
         everyone(
-            LayoutError, "2 params that the model has not", "distribute([model, other_module], ...)"
+            LayoutError,
+            "2 params that are not in the model",
+            "distribute([model, other_module], ...)",
         ),
     ),
     "second time": (
@@ -309,13 +311,18 @@ START_UP: dict[str, Case] = {
         everyone(
             LayoutError,
             "in another distributed optimizer",
-            "Call release() on the other one first",
+            "Call release() on the other optimizer first",
             "on_fit_end()",
         ),
     ),
     "two optimizers in a list": (
         _two_in_a_list,
-        everyone(ConfigError, "AdamW and AdamW", "a param group for each part", "with each"),
+        everyone(
+            ConfigError,
+            "AdamW and AdamW",
+            "one optimizer with several param groups",
+            "once for each",
+        ),
     ),
     "params of another optimizer added": (
         _added_of_another,
@@ -344,15 +351,11 @@ START_UP: dict[str, Case] = {
     ),
     "LBFGS instance": (
         lambda rank: instance(torch.optim.LBFGS),
-        everyone(ConfigError, "torch's LBFGS", "Adafactor", "Use one of them"),
+        everyone(ConfigError, "torch's LBFGS", "Adafactor", "Use one of Adadelta"),
     ),
     "options beside an instance": (
         lambda rank: instance(RMSprop, adam="apex", lr=0.5),
-        everyone(
-            ConfigError,
-            "'apex' together with an optimizer object",
-            "leave adam or the optimizer out",
-        ),
+        everyone(ConfigError, "'apex', but an optimizer object", "leave adam or the optimizer out"),
     ),
     "another rate in a step": (
         lambda rank: _with_rate(0.5 if rank == 2 else 0.01),
@@ -403,7 +406,7 @@ START_UP: dict[str, Case] = {
     ),
     "nothing trainable": (
         lambda rank: distribute(Linear(2, 2).requires_grad_(False), CONFIG),
-        everyone(LayoutError, "no trainable param", "Unfreeze something"),
+        everyone(LayoutError, "No param of the model can be trained", "requires_grad_(True)"),
     ),
     "on meta": (
         lambda rank: distribute(Linear(2, 2, device="meta"), CONFIG),
@@ -523,7 +526,7 @@ START_UP: dict[str, Case] = {
         lambda rank: added(lambda model: Linear(1, 1)),
         everyone(
             LayoutError,
-            "2 params that the model has not",
+            "2 params that are not in the model",
             "Register their module in the model first",
         ),
     ),
@@ -781,7 +784,7 @@ TRAINING: dict[str, Case] = {
     # in DistributedDataParallel
     "module in DDP is called": (
         trained(_whole_step, clear, _inner_backward, _step, model=_in_ddp),
-        everyone(LayoutError, "DistributedDataParallel", "Call the wrapped model"),
+        everyone(LayoutError, "DistributedDataParallel", "call the wrapped model"),
     ),
     "DDP never averages": (
         trained(_not_averaged, _step, model=_in_ddp),
@@ -928,7 +931,9 @@ TRAINING: dict[str, Case] = {
     ),
     "state of a foreign param is reset": (
         trained(lambda _, optimizer: optimizer.reset_state([Parameter(torch.ones(2))])),
-        everyone(LayoutError, "1 params of reset_state", "Give params of the optimizer"),
+        everyone(
+            LayoutError, "1 params that are in no param group", "Give it params of this optimizer"
+        ),
     ),
     "a moment of no such name is scaled": (
         trained(_whole_step, lambda _, optimizer: optimizer.reset_state(scale={"exp_avgs": 0.1})),
@@ -997,10 +1002,10 @@ def test_optimizer_when_there_is_no_equal_result_then_every_rank_is_told(
     check_refusals(in_training[name], TRAINING[name][1][:SIZE_TRAINED])
 
 
-@pytest.mark.parametrize(("is_dropped", "named"), [(True, "rank 0"), (False, "rank none")])
+@pytest.mark.parametrize(("is_dropped", "named"), [(True, "rank 0"), (False, "no rank")])
 def test_step_when_another_rank_makes_another_call_then_names_the_ranks_that_cleared(
     is_dropped: bool, named: str
 ) -> None:
     model: Any = SimpleNamespace(everyone=Group(None, 0, 1), grads=SimpleNamespace(num_rounds=1))
-    with pytest.raises(RanksDisagreeError, match=f"in round 2 of .* cleared on {named}"):
+    with pytest.raises(RanksDisagreeError, match=f"round 2 of .* cleared on {named}"):
         _raise_rounds(model, is_dropped=is_dropped)

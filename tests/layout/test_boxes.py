@@ -46,11 +46,11 @@ def test_boxes_when_put_one_after_the_other_then_they_are_the_stretch_and_at_mos
 
 def test_boxes_when_the_stretch_leaves_the_tensor_or_a_box_is_none_then_refused() -> None:
     with pytest.raises(
-        LayoutError, match=re.escape("Span(start=0, stop=7) is not inside the 6 elements")
+        LayoutError, match=re.escape("Span(start=0, stop=7) does not lie within the 6 elements")
     ):
         boxes((2, 3), Span(0, 7))
     for offsets, sizes in (((0,), (0,)), ((-1,), (2,)), ((0, 0), (1,))):
-        with pytest.raises(LayoutError, match=re.escape(f"{offsets} with sizes {sizes}")):
+        with pytest.raises(LayoutError, match=re.escape(f"{offsets} and sizes {sizes}")):
             Box(offsets, sizes)
 
 
@@ -142,9 +142,9 @@ def test_pieces_when_dimensions_lie_in_another_order_then_each_is_permuted_into_
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"dim": 2}, "dim 2 for rank 0 of 1"),
-        ({"dim": 0, "rank": 2, "size": 2}, "dim 0 for rank 2 of 2"),
-        ({"dim": 0, "size": 2, "stride": 3}, "stride 3, which does not divide the 4 elements"),
+        ({"dim": 2}, "dimension 2 for rank 0 of 1"),
+        ({"dim": 0, "rank": 2, "size": 2}, "dimension 0 for rank 2 of 2"),
+        ({"dim": 0, "size": 2, "stride": 3}, "stride 3, which does not divide its 4 elements"),
     ],
 )
 def test_placement_when_it_cannot_be_then_refused(arguments: dict[str, int], text: str) -> None:

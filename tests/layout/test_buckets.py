@@ -95,22 +95,25 @@ def a_layout(
 
 REFUSALS: list[tuple[Callable[[], object], str]] = [
     (lambda: ParamSpec("w", 0), "'w' has 0 elements"),
-    (lambda: ParamSpec("w", 6, (2, 4)), "'w' has shape (2, 4) but 6 elements"),
-    (lambda: Bucket(3, Span(0, 8), 0), "Bucket 3 has 0 of 8 elements"),
-    (lambda: Bucket(3, Span(0, 8), 9), "Bucket 3 has 9 of 8 elements"),
+    (lambda: ParamSpec("w", 6, (2, 4)), "'w' has 6 elements, which does not fit its shape (2, 4)"),
+    (lambda: Bucket(3, Span(0, 8), 0), "bucket 3 is 0, but it must be from 1 to its 8 elements"),
+    (lambda: Bucket(3, Span(0, 8), 9), "bucket 3 is 9, but it must be from 1 to its 8 elements"),
     (lambda: a_layout(num_shards=0), "num_shards is 0"),
-    (lambda: a_layout(num_shards=3), "Bucket 0 has 4 elements, which 3 shards"),
+    (
+        lambda: a_layout(num_shards=3),
+        "Bucket 0 has 4 elements, which cannot be divided into 3 equal shards",
+    ),
     (lambda: a_layout(buckets=()), "no bucket"),
     (
         lambda: a_layout(buckets=(Bucket(0, Span(0, 4), 4), Bucket(1, Span(6, 8), 2))),
-        "Bucket 1 is at Span(start=6, stop=8), but bucket 1 has to start at 4",
+        "Bucket 1 is at Span(start=6, stop=8), but bucket 1 must start at 4",
     ),
     (lambda: a_layout(("w", 0, 0, 2), ("w", 0, 2, 4)), "same name"),
     (
         lambda: a_layout(("v", 0, 0, 3), ("w", 0, 2, 4)),
-        "v at Span(start=0, stop=3) does not end before w",
+        "v at Span(start=0, stop=3) does not end before param w",
     ),
-    (lambda: a_layout(("w", 2, 0, 2)), "w is in bucket 2 of 2"),
+    (lambda: a_layout(("w", 2, 0, 2)), "w is in bucket 2, but there are only 2 buckets"),
     (lambda: a_layout(("w", 0, 2, 6)), "w at Span(start=2, stop=6) is not inside"),
     (
         lambda: adopt(
@@ -118,7 +121,10 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
         ),
         "not inside the unpadded part of bucket 0 at Span(start=0, stop=3)",
     ),
-    (lambda: lay_out(params_of([3]), num_shards=0), "num_shards is 0. Write num_shards=1"),
+    (
+        lambda: lay_out(params_of([3]), num_shards=0),
+        "num_shards is 0, but it must be at least 1. Write num_shards=1",
+    ),
     (lambda: lay_out(params_of([3]), num_shards=2, alignment_numel=-64), "alignment_numel is -64"),
     (lambda: lay_out(params_of([3]), num_shards=2, bucket_size=0), "bucket_size is 0"),
 ]
@@ -134,5 +140,5 @@ def test_layout_when_it_would_be_wrong_then_refused_with_what_and_why(
 
 def test_adopt_when_two_params_overlap_then_refused_whatever_the_order() -> None:
     slots = [ParamSlot("w", 0, Span(2, 4)), ParamSlot("v", 0, Span(0, 3))]
-    with pytest.raises(LayoutError, match=r"v at .* does not end before w"):
+    with pytest.raises(LayoutError, match=r"v at .* does not end before param w"):
         adopt(slots, [Span(0, 4)], num_shards=2, numel_unpadded=[4])

@@ -36,7 +36,9 @@ LAYOUTS = st.builds(
 def test_owned_shards_when_the_rank_is_none_of_the_group_then_refused() -> None:
     layout = lay_out([ParamSpec("a", 3), ParamSpec("b", 4)], num_shards=2)
     for rank in (-1, 2):
-        with pytest.raises(LayoutError, match=f"Rank {rank} has none of the 2 shards"):
+        with pytest.raises(
+            LayoutError, match=f"Rank {rank} owns no shard, because there are only 2 shards"
+        ):
             owned_shards(layout, rank)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,9 +20,9 @@ def elements(span: Span) -> set[int]:
 
 def test_span_when_ends_are_impossible_then_refused() -> None:
     for start, stop in ((-1, 2), (3, 2)):
-        with pytest.raises(LayoutError, match=re.escape(f"[{start}, {stop})")):
+        with pytest.raises(LayoutError, match=f"start at {start} and stop at {stop}"):
             Span(start, stop)
-    with pytest.raises(LayoutError, match=re.escape("[-1, 1)")):
+    with pytest.raises(LayoutError, match="start at -1 and stop at 1"):
         Span(4, 6).relative_to(5)
 
 

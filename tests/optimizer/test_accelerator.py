@@ -125,8 +125,8 @@ def test_find_accelerator_when_deepspeed_is_asked_for_and_absent_then_refused(
         (["cuda:0", "cpu"], "cpu, cuda:0"),
         (["cuda:0", "cuda:1"], "cuda:0, cuda:1"),
         ([], "no device"),
-        (["meta"], r"meta, and must be on cuda or cpu \(deepspeed names cuda"),
-        (["xpu:0"], "xpu:0, and must be on cuda or cpu"),
+        (["meta"], "meta, but they must be on cuda or cpu, because deepspeed names cuda"),
+        (["xpu:0"], "xpu:0, but they must be on cuda or cpu"),
     ],
 )
 def test_check_devices_when_mixed_or_foreign_then_refused(devices: list[str], text: str) -> None:

@@ -360,4 +360,4 @@ deferred.report_unless_settled()
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300
     )
-    assert "the gradient of the last step was inf or nan" in ended.stderr
+    assert "The gradient of the last step was inf or nan" in ended.stderr

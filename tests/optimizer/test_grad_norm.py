@@ -198,7 +198,7 @@ def test_statistics_when_nobody_may_look_at_them_then_the_norm_is_that_of_float6
 
 def test_nonfinite_params_when_only_squares_overflow_then_the_large_ones_are_named() -> None:
     large, small = _flat_param(torch.full((4,), 3e19)), _flat_param(torch.ones(4))
-    assert nonfinite_params([small, large]) == ["p (finite, and above 1.8e19)"]
+    assert nonfinite_params([small, large]) == ["p (finite, but above 1.8e19)"]
     infinite = _flat_param(torch.full((4,), math.inf))
     assert nonfinite_params([small, large, infinite]) == ["p"]
 

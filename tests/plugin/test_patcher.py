@@ -24,7 +24,7 @@ def make_scheduler(optimizer):
 OPTIMIZER = PatchPoint("fake_host", "make_optimizer", ("config", "model_chunks"))
 SCHEDULER = PatchPoint("fake_host", "make_scheduler", ("optimizer",))
 
-REMEDY = "Take the other patcher out, or install megatron_distopt before it."
+REMEDY = "Remove the other patch, or install megatron_distopt before it."
 
 
 def module_of(
@@ -161,12 +161,12 @@ REFUSED: dict[str, tuple[PatchPoint, type[DistOptError], tuple[str, ...]]] = {
     "the attribute is None": (
         PatchPoint("fake_host", "nothing", ()),
         HostMismatchError,
-        ("fake_host.nothing", "NoneType's", REMEDY),
+        ("fake_host.nothing", "NoneType", REMEDY),
     ),
     "somebody else replaced it": (
         PatchPoint("fake_host", "replaced", ()),
         HostMismatchError,
-        ("fake_host.replaced", "other_patcher's", REMEDY),
+        ("fake_host.replaced", "other_patcher", REMEDY),
     ),
     **{
         f"takes {parameters}": (

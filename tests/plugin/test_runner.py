@@ -121,7 +121,7 @@ def test_runner_when_there_is_no_target_then_refused(
     with pytest.raises(SystemExit) as ended:
         main(words)
     text = capsys.readouterr().err
-    assert found in text and "Put the script's path, or -m and a module, first." in text
+    assert found in text and "the script's path, or -m and a module" in text
     assert (
         "usage: python -m megatron_distopt [--local_rank=N] SCRIPT.py|-m MODULE [ARGUMENTS]" in text
     )

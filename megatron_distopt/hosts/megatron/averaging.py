@@ -1,4 +1,4 @@
-"""The evaluation of a Megatron's script with averages in the place of the params."""
+"""Lets a Megatron's script evaluate averages in place of the params."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megatron_distopt.errors import HostMismatchError
 from megatron_distopt.patch_points import PatchPoint, Replacement, apply, in_force
 from megatron_distopt.session import SessionCalls
 
-#: Those that are evaluated, in one order on all ranks.
+#: The optimizers whose averages are evaluated, in the same order on all ranks.
 _evaluated: list[ref[SessionCalls]] = []
 
 
 def average_evaluation(optimizers: Sequence[Any], evaluate: PatchPoint) -> None:
-    """Collective: lets the host's script evaluate the averages of a model, the last one, if
-    `ema_eval` asks for it."""
+    """Collective: with `ema_eval`, lets the host's script evaluate the averages of the last model
+    that was built."""
 
     def enter() -> None:
         if evaluate.current is None:

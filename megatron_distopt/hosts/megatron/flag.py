@@ -1,4 +1,4 @@
-"""Whether a Megatron's run asks for this package, and what its flags decide."""
+"""Whether a Megatron's run uses this package, and the options that the host's flags decide."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ SWITCHED_OFF = "MEGATRON_DISTOPT=0"
 
 
 def is_wanted(has_flag: bool) -> bool:
-    """Whether this package's optimizer is to be built; refuses where it is not and
-    MEGATRON_DISTOPT=require."""
+    """Whether this package's optimizer is to be built. Raises if MEGATRON_DISTOPT=require and it is
+    not."""
     switch = switch_from(os.environ)
     if switch is Switch.REQUIRE and not has_flag:
         raise ConfigError(
-            "MEGATRON_DISTOPT=require, and the run is without use_distributed_optimizer. Add "
+            "MEGATRON_DISTOPT=require is set, but use_distributed_optimizer is not. Add "
             "--use-distributed-optimizer, or unset the variable."
         )
     return has_flag and switch is not Switch.OFF
 
 
 def is_used(has_flag: bool, hint: str = "") -> bool:
-    """Collective: whether the host's factory builds ours on all ranks, which must agree.
+    """Collective: whether the host's factory builds our optimizer. All ranks must agree.
 
-    Where it does not, rank 0 says so in one line and adds `hint`: the package is loaded, and its
-    user may expect it.
+    If it does not, rank 0 logs one line with the reason and `hint`, because the package is loaded
+    and its user may expect it to be used.
     """
     is_off = switch_from(os.environ) is Switch.OFF
     why_not = SWITCHED_OFF if is_off else "" if has_flag else "use_distributed_optimizer is not set"
@@ -39,19 +39,19 @@ def is_used(has_flag: bool, hint: str = "") -> bool:
         meet(Group.of(), why_not)
     is_wanted(has_flag)
     if why_not and is_initialized() and Group.of().rank == 0:
-        announce(f"megatron_distopt is loaded and not used: {why_not}{hint}")
+        announce(f"megatron_distopt is loaded but not used: {why_not}{hint}")
     return not why_not
 
 
 def with_hosts_own(options: DistOptConfig, own: Mapping[str, Any]) -> DistOptConfig:
-    """`options` with those that the host decides, of which code must not have given another
+    """`options` with the values that the host decides. Refuses an option that code set to another
     value."""
     merged = dataclasses.replace(options, **own)
     for name in own:
         given, value = getattr(options, name), getattr(merged, name)
         if name in options.explicit and given != value:
             raise ConfigError(
-                f"{name} is {given!r} in DistOptConfig(...), and the host's own is {value!r}. Drop "
-                "it there, and give the host's flag that value."
+                f"{name} is {given!r} in DistOptConfig(...), but the host's own value is "
+                f"{value!r}. Leave {name} out there, and set it with the host's flag."
             )
     return merged

@@ -1,4 +1,4 @@
-"""The grad scaler of a Megatron as a loss scale of ours."""
+"""The grad scaler of a Megatron, used as a `LossScale`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron_distopt.optimizer.loss_scale import ConstantLossScale, LossScale
 
 
 def loss_scale_of(grad_scaler: Any, device: torch.device) -> LossScale:
-    """The host's grad scaler, or a constant 1.0 where it has none."""
+    """The host's grad scaler, or a constant 1.0 if it has none."""
     return ConstantLossScale(1.0, device) if grad_scaler is None else HostLossScale(grad_scaler)
 
 
 class HostLossScale:
-    """The host's own grad scaler, a MegatronGradScaler: its rules, its state."""
+    """Delegates to the host's own grad scaler, a MegatronGradScaler."""
 
     def __init__(self, grad_scaler: Any) -> None:
         self._grad_scaler = grad_scaler
@@ -33,7 +33,7 @@ class HostLossScale:
         return float(self.scale.item())
 
     def can_back_off(self) -> bool:
-        """A dynamic scaler until its scale is at the minimum, a constant one never."""
+        """Whether the scale is dynamic and above its minimum."""
         minimum = getattr(self._grad_scaler, "min_scale", None)
         return minimum is not None and bool(self.scale > minimum)
 

@@ -1,5 +1,5 @@
-"""The inner optimizer in a Megatron of any generation: which of the host's own are replaced, and
-with which options and param groups."""
+"""The inner optimizer in a Megatron of any generation: which of the host's own optimizers are
+replaced, and with which options and param groups."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from megatron_distopt.optimizer.inner import InnerChoice
 from megatron_distopt.optimizer.main_params import ParamGroup
 from megatron_distopt.optimizer.owners.whole_params import TrainedParams
 
-#: Classes that can be replaced by another implementation of the same formula, by package; a user's
-#: own class of the same name is not meant.
+#: By package, classes that can be replaced by another implementation of the same formula. A user's
+#: own class of the same name is not among them.
 _ADAMS = {
     "torch.optim": ("Adam", "AdamW"),
     "apex.optimizers": ("FusedAdam",),
@@ -43,8 +43,8 @@ def is_sgd(optimizer: Optimizer) -> bool:
 
 
 def _is_of(optimizer: Optimizer, classes: Mapping[str, Sequence[str]]) -> bool:
-    """Whether it is what a package exports, or calls so in one of its files; a class that inherits
-    from it is not."""
+    """Whether its class is one of `classes`: exported by the package, or of that name in one of its
+    files. A subclass is not."""
     kind = type(optimizer)
     for module, names in classes.items():
         package = "torch.optim" if module == "torch.optim" else module.partition(".")[0]
@@ -56,13 +56,13 @@ def _is_of(optimizer: Optimizer, classes: Mapping[str, Sequence[str]]) -> bool:
     return False
 
 
-#: What torch's optimizers take from a param group; what else a host's own inner optimizer wrote
-#: there is its own.
+#: Options of param groups that torch's optimizers take. Others were added by the host's own inner
+#: optimizer for itself.
 _HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps", "momentum")
-#: Those that a class of another name has in another form: `eps` of Adafactor is a pair. Where a
-#: group has no value of its own, the class gets that of the config as far as it can take it.
+#: Options that may have another form in another class: `eps` of Adafactor is a pair. If a group has
+#: no value of its own, the class gets the config's value, if it takes that.
 _IN_OTHER_FORMS = ("betas", "eps", "momentum")
-#: Options of a class that say how it computes, and not what.
+#: Options that choose a class's kernels and not what it computes.
 _ABOUT_KERNELS = (
     "foreach",
     "fused",
@@ -74,11 +74,11 @@ _ABOUT_KERNELS = (
 
 
 def groups_of(optimizer: Optimizer, *, is_for_other_class: bool = False) -> list[dict[str, Any]]:
-    """A host's param groups without what its own inner optimizer added (its "fused" and "foreach"
-    are not ours).
+    """A host's param groups without the options that its own inner optimizer added for itself, such
+    as "fused" and "foreach".
 
-    `is_for_other_class`: for a class that a user named, and not for another implementation of the
-    same.
+    `is_for_other_class`: the groups are for a class that a user named, and not for another
+    implementation of the same class.
     """
     added = set(optimizer.defaults) - set(_HYPERPARAMETERS)
     usual = {key: optimizer.defaults.get(key) for key in _IN_OTHER_FORMS if is_for_other_class}
@@ -93,10 +93,9 @@ def groups_of(optimizer: Optimizer, *, is_for_other_class: bool = False) -> list
 
 
 def unserved_options(optimizer: Optimizer) -> dict[str, Any]:
-    """Options of a host's own Adam or SGD that change its arithmetic and that our choice for it
-    does not have, by name.
+    """By name, options of a host's own Adam or SGD that its replacement does not support.
 
-    These are values that differ from what its class has by default, as nesterov or amsgrad.
+    They change its arithmetic, such as nesterov or amsgrad, and differ from the class's defaults.
     """
     parameters = inspect.signature(type(optimizer)).parameters
     usual = {
@@ -126,13 +125,13 @@ def inner_for(
     *,
     always_replaced: bool = False,
 ) -> tuple[InnerChoice, Sequence[Mapping[str, Any]]]:
-    """The inner optimizer and its param groups: the best implementation of what the host built, or
-    that very object.
+    """The inner optimizer and its param groups: the best implementation of the optimizer that the
+    host built, or that optimizer itself.
 
     Args:
-        base: what the host built; a framework may have put one of another class in its place.
-        params: those that are trained; a class that updates whole params needs them.
-        always_replaced: whether an Adam or SGD of the host is never used itself.
+        base: the optimizer that the host built; a framework may have built one of another class.
+        params: the params that are trained; a class that updates whole params needs them.
+        always_replaced: whether an Adam or SGD of the host is always replaced.
     """
     kind = type(base).__name__
     is_named = "optimizer" in config.explicit
@@ -141,8 +140,8 @@ def inner_for(
     if unserved and (always_replaced or is_named or config.adam != "auto"):
         shown = ", ".join(f"{name}={value!r}" for name, value in unserved.items())
         raise ConfigError(
-            f"The host's {kind} has {shown}, and what takes its place does not have that. Drop one "
-            "of the two: these options, or the flag that replaces the host's optimizer."
+            f"The host's {kind} has {shown}, but the optimizer that replaces it does not support "
+            "that. Drop these options, or drop the flag that replaces the host's optimizer."
         )
     if is_named or (is_known and not unserved):
         if is_sgd(base) and not is_named:
@@ -151,9 +150,9 @@ def inner_for(
         return choice, groups_of(base, is_for_other_class=choice.updates_whole_params)
     if config.adam != "auto":
         raise ConfigError(
-            f"The option adam is {config.adam} with the host's own {kind}, and takes the place of "
-            "an Adam of torch, apex, DeepSpeed or TransformerEngine alone. Drop --distopt-adam, or "
-            "write --distopt-optimizer adam to replace it."
+            f"The option adam is {config.adam}, but the host's optimizer is {kind}. The option "
+            "replaces only an Adam of torch, apex, DeepSpeed or TransformerEngine. Drop "
+            f"--distopt-adam, or write --distopt-optimizer adam to replace {kind}."
         )
     return adopt_instance(base, params, config), base.param_groups
 
@@ -163,8 +162,8 @@ def plan_groups(
 ) -> tuple[ParamGroup, ...]:
     """Param groups as for `torch.optim`, with names in place of params.
 
-    Each of `named`, the params that lie in a buffer, must be in exactly one, and no other param in
-    any.
+    `named` are the params that lie in a buffer. Each of them must be in exactly one group, and no
+    other param in any group.
     """
     name_of = {param: name for name, param in named.items()}
     groups = []
@@ -172,8 +171,8 @@ def plan_groups(
         unknown = sum(param not in name_of for param in group["params"])
         if unknown:
             raise LayoutError(
-                f"In param group {index}, {unknown} params are in no buffer of the model. Leave "
-                "out frozen and foreign params."
+                f"Param group {index} has {unknown} params that are in no buffer of the model. "
+                "Leave frozen params and params of other models out of it."
             )
         options = {key: value for key, value in group.items() if key != "params"}
         check_options(index, options, choice)
@@ -182,7 +181,7 @@ def plan_groups(
     for name in named:
         if times[name] != 1:
             raise LayoutError(
-                f"The param {name!r} is in {times[name]} param groups, and must be in exactly 1. "
-                "Give every trainable param one group."
+                f"Param {name!r} is in {times[name]} param groups, but each trainable param must "
+                "be in exactly 1. Put it into one group."
             )
     return tuple(groups)

@@ -1,7 +1,7 @@
 """Which weights of a Megatron Muon updates, and with which options.
 
-Muon updates the two-dimensional params of numbered layers; embeddings, output layers and all else
-stay with Adam. A param group with a key `use_muon` says so itself.
+Muon updates the two-dimensional params of numbered layers. Adam updates embeddings, output layers
+and everything else. A param group with a key `use_muon` decides for its own params.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from megatron_distopt.optimizer.owners.sharded_muon import Matrices, choose_muon
 #: What the option `optimizer` calls it.
 MUON = "muon"
 _IN_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
-#: A key of a param group in which a host or its user says it itself.
+#: With this key in a param group, a host or its user decides whether Muon updates its params.
 _MARK = "use_muon"
-#: Options of Adam, and not of Muon.
+#: Options of Adam that Muon does not have.
 _NOT_MUONS = ("betas", "eps")
 
 
 @dataclass(frozen=True)
 class MuonRequest:
-    """What a run wants of Muon."""
+    """How a run uses Muon."""
 
-    options: MuonOptions  # with the formula; learning rate and decay come from param groups
+    options: MuonOptions  # formula and options; learning rate and decay come from param groups
     split: str  # "none", "qkv" or "all", see the option `muon_split`
     tp_mode: str  # see the option `muon_tp_mode`
-    is_hosts: bool = False  # the host's own flags ask for it
+    is_hosts: bool = False  # whether the host's own flags ask for Muon
 
     @classmethod
     def of(cls, config: DistOptConfig) -> MuonRequest:
@@ -56,8 +56,8 @@ class MuonRequest:
 
 @dataclass(frozen=True)
 class FusedWeights:
-    """Which weights of a model are several matrices: the ends of their names, and rows of one group
-    of heads."""
+    """Which weights of a model are several matrices: the ends of their names, and the rows of one
+    group of heads."""
 
     qkv: str
     qkv_rows: tuple[int, ...]
@@ -67,11 +67,11 @@ class FusedWeights:
     is_gated: bool  # the model has gates, and gate and up projection are halves of this weight
 
     def rows_of(self, name: str, rows: int, request: MuonRequest) -> tuple[int, ...]:
-        """Rows of the parts of a weight; none where it is one matrix."""
+        """The rows of each part of a weight; empty if it is one matrix."""
         if request.split == "none":
             return ()
         if name.endswith(self.qkv):
-            # A host takes another shape for one matrix.
+            # The host's Muon treats a weight of any other shape as one matrix.
             is_one = request.is_hosts and rows % sum(self.qkv_rows)
             return () if is_one else self.qkv_rows
         if name.endswith(self.kv) and not request.is_hosts:
@@ -83,33 +83,34 @@ class FusedWeights:
 def matrices_of(
     name: str, param: Tensor, placement: Placement, request: MuonRequest, fused: FusedWeights
 ) -> MatrixSpec:
-    """The matrices of a param of Muon's, of which this rank may have a part."""
+    """The matrices of a param that Muon updates; this rank may have only a part of them."""
     spec = matrix_of(name, param)
     sizes = fused.rows_of(name, spec.rows, request)
     if sizes and spec.rows % sum(sizes):
         raise ConfigError(
-            f"Fused weight {name!r} has {spec.rows} rows, which is no multiple of the {sum(sizes)} "
-            f"that its parts {sizes} have together. Write muon_split=none."
+            f"Fused weight {name!r} has {spec.rows} rows, which cannot be split into parts of "
+            f"{sizes} rows, {sum(sizes)} together. Write muon_split=none."
         )
     cut = None
     if placement.dim is not None and placement.size > 1 and request.tp_mode != "blockwise":
-        # Every part of a fused weight is cut by itself, in one piece.
+        # Tensor parallelism cuts every part of a fused weight by itself, in one piece.
         stride = 1 if sizes else placement.stride
         cut = MatrixCut(placement.dim, placement.size, stride, request.tp_mode == "duplicated")
     return MatrixSpec(spec.rows, spec.cols, 0, sizes, spec.rows // sum(sizes) if sizes else 1, cut)
 
 
 def is_matrix_of_layer(name: str, param: Tensor) -> bool:
-    """Whether Muon updates a param of that name where nobody says otherwise."""
+    """Whether Muon updates a param, if its param group does not decide."""
     return _IN_LAYER.search(name) is not None and param.dim() == 2
 
 
 def check_is_adam(name: str, *, is_adam: bool) -> None:
-    """Refuses an optimizer of the host, called `name`, whose place Muon and an Adam cannot take."""
+    """Refuses an optimizer of the host that is not an Adam: Muon and an Adam cannot replace it."""
     if not is_adam:
         raise ConfigError(
-            f"optimizer is muon, and the host's is {name}. Muon leaves other params to an Adam. "
-            "Write --optimizer adam, whose place is taken, or drop --distopt-optimizer muon."
+            f"The option optimizer is 'muon', but the host's optimizer is {name}. An Adam has to "
+            "update the params that Muon does not. Write --optimizer adam, or drop "
+            "--distopt-optimizer muon."
         )
 
 
@@ -119,10 +120,10 @@ def with_muon_groups(
     is_for_muon: Callable[[str, Parameter], bool],
     options: MuonOptions,
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """The param groups of a host's Adam, each cut into one for Muon and one for Adam where it has
-    params of both kinds; and the names of Muon's params.
+    """Splits each param group of a host's Adam that has params for both into one for Muon and one
+    for Adam. Returns the groups and the names of the params that Muon updates.
 
-    `is_for_muon` is asked about params in groups that do not say it themselves.
+    `is_for_muon` decides for params in groups without a key `use_muon`.
     """
     check_is_adam(type(base).__name__, is_adam=is_adam(base))
     name_of = {param: name for name, param in named.items()}
@@ -145,6 +146,6 @@ def with_muon_groups(
 def muon_and_adam(
     rest: InnerChoice, matrices: Matrices, config: DistOptConfig, request: MuonRequest
 ) -> InnerChoice:
-    """Muon for its param groups, and the Adam `rest` for the others."""
-    why = (f"{len(matrices.specs)} matrices of this rank are Muon's",)
+    """Muon for its param groups, and the Adam `rest` for the other groups."""
+    why = (f"Muon updates {len(matrices.specs)} matrices of this rank",)
     return choose_muon(rest, matrices, config, why, source=request.options.source)

@@ -1,8 +1,8 @@
 """Names of params in the whole model, the same in every run, by which checkpoints find them.
 
-A pipeline stage counts its layers from 0, an expert-parallel rank its experts, and the last stage
-keeps a copy of a tied embedding under a name of its own. Here each gets the name that it has in the
-model on one rank.
+A pipeline stage numbers its layers from 0, and so does an expert-parallel rank its experts. The
+last stage has a copy of a tied embedding under another name. Here each param gets the name that it
+has when one rank holds the whole model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_distopt.layout import Placement
 
 #: How a user of a Megatron starts from the model's weights without a checkpoint of the optimizer.
 FROM_WEIGHTS = "start from its weights with --no-load-optim"
-#: Modules whose children are experts, numbered on each rank by itself.
+#: Modules whose children are experts, numbered from 0 on each rank.
 _EXPERT_LISTS = ("local_experts", "deepspeed_experts")
 #: Weights whose rows stand for tokens: padded to a multiple that depends on the tensor-parallel
 #: size.
@@ -31,9 +31,9 @@ _VOCABULARY = (
     "lm_head.weight",
     "lm_head.bias",
 )
-#: The first layer of an MLP, which holds gate and up where the model has gates.
+#: The first layer of an MLP, which holds gate and up projection if the model has gates.
 _GATED = ("dense_h_to_4h.weight", "dense_h_to_4h.bias", "linear_fc1.weight", "linear_fc1.bias")
-#: Several matrices in one, each cut by itself, in sizes that a param does not say.
+#: Weights of several matrices that are cut one by one; a param does not say their sizes.
 _FUSED = ("in_proj",)
 
 
@@ -49,7 +49,7 @@ class ModelRanks:
 
 
 def global_names(chunks: Sequence[Module], ranks: ModelRanks) -> dict[Parameter, str]:
-    """Returns the name of every param of this rank in the whole model, of frozen ones too."""
+    """Returns the name in the whole model of every param of this rank, frozen ones included."""
     names: dict[Parameter, str] = {}
     for chunk in chunks:
         modules = dict(chunk.named_modules())
@@ -62,7 +62,7 @@ def global_names(chunks: Sequence[Module], ranks: ModelRanks) -> dict[Parameter,
 
 
 def _parts(name: str, modules: Mapping[str, Module], expert: tuple[int, int]) -> Iterator[str]:
-    """The wrappers' "module." is left out, numbers count over the whole model."""
+    """The parts of a name, without the wrappers' "module." and with numbers of the whole model."""
     path, has_begun, parent = "", False, ""
     for part in name.split("."):
         path = f"{path}.{part}" if path else part
@@ -83,11 +83,10 @@ def _number(
 
 
 def placement_of(name: str, param: Any, ranks: ModelRanks, *, is_expert: bool) -> Placement:
-    """Where this rank's part of a param lies in the whole param, by what Megatron's layers wrote on
-    it.
+    """Where this rank's part of a param lies in the whole param, from the attributes that
+    Megatron's layers set on it.
 
-    `name` is that in the whole model; of an expert, other ranks of the data-parallel group hold
-    others.
+    `name` is the name in the whole model. Experts differ between ranks of one data-parallel group.
     """
     shape, (rank, size) = tuple(param.shape), ranks.expert_tensor if is_expert else ranks.tensor
     is_numbered = any(f".{experts}." in name for experts in _EXPERT_LISTS)
@@ -97,10 +96,10 @@ def placement_of(name: str, param: Any, ranks: ModelRanks, *, is_expert: bool) -
         return Placement(name, shape, is_padded=name.endswith(_VOCABULARY))
     dim = getattr(param, "partition_dim", -1)
     if size > 1 and (dim < 0 or any(part in _FUSED for part in name.split("."))):
-        # How the parts lie in the whole is unknown: each is kept under a name of its own, and loads
-        # at this size only.
+        # How the parts lie in the whole is unknown. Each is saved under a name of its own, which
+        # loads only at this size.
         return Placement(f"{name}@tensor{rank}of{size}", shape)
-    # experts of a grouped layer have numbers
+    # weights of grouped experts end in a number
     is_gated = ranks.is_gated and name.rstrip(digits).endswith(_GATED)
     stride = max(getattr(param, "partition_stride", 1), 2 if is_gated else 1)
     return Placement(
@@ -108,8 +107,8 @@ def placement_of(name: str, param: Any, ranks: ModelRanks, *, is_expert: bool) -
     )
 
 
-#: The same params, as the forks of 2023 call them and as megatron-core does; the second is what
-#: both become.
+#: Names of the same params in the forks of 2023 and in megatron-core. Each pair is a pattern and
+#: the name that replaces it.
 _SAME = (
     (r"^language_model\.embedding\.", "embedding."),
     (r"^language_model\.(encoder|transformer)\.", "decoder."),
@@ -136,8 +135,7 @@ def canonical(name: str) -> str:
 
 
 def names_by_param(chunks: Sequence[Module]) -> dict[Parameter, str]:
-    """Names as the bare model has them, of frozen params too: the wrappers' "module." is left
-    out."""
+    """Names of all params, frozen ones included, without the wrappers' "module."."""
     found = named_params(chunks)
     return {
         param: re.sub(r"^(chunk\d+\.)?(module\.)+", r"\1", name) for name, param in found.items()

@@ -1,5 +1,5 @@
-"""State that a Megatron saved of a rank's own shards, without their places in the whole model, as a
-`Loadable`."""
+"""Makes a `Loadable` of state that a Megatron saved for a rank's own shards, without their places
+in the whole model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron_distopt.layout import Box
 def group_record(
     share: Share, names: Iterable[str], options: Mapping[str, Any], step: int | None
 ) -> GroupRecord:
-    """What was saved for params of one group; `names` are those in the optimizer."""
+    """The record of one saved param group; `names` are the names of its params in the optimizer."""
     in_model = dict.fromkeys(share.placements[name].name for name in names)
     return GroupRecord(tuple(in_model), options_of(options)[0], step)
 
@@ -46,8 +46,9 @@ def loadable_of_shards(
         model: the run that loads it.
         head: everything except the tensors.
         where: the place of the state, for errors.
-        kinds_of: what was saved for a param of this rank, by its name in the optimizer.
-        values_of: reads the elements of a piece in one of these kinds, 1-D, in the param's order.
+        kinds_of: takes a param's name in the optimizer and returns the saved kinds of state and
+            their dtypes.
+        values_of: reads the elements of a piece of one kind, 1-D, in the param's order.
     """
     pieces: dict[str, dict[Box, OwnedPiece]] = {}
     for piece in owned_pieces(model):

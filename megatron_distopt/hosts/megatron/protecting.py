@@ -1,13 +1,13 @@
-"""Snapshots in memory under the training script of a Megatron, which knows nothing of them.
+"""Makes snapshots in memory while an unmodified training script of a Megatron runs.
 
-The border between two steps is where the script calls `train_step`: everything is then as its own
-`save_checkpoint` would find it. What memory has is taken when its `load_checkpoint` returns,
-because that says from where a run goes on.
+A snapshot is made when the script calls `train_step`: then everything is as its `save_checkpoint`
+would find it. A snapshot is loaded when the script's `load_checkpoint` returns, because only then
+is it known from which step the run continues.
 
-[Note: beside the optimizer] A snapshot has the optimizer state, from which all params that train
-are rounded, and what `ScriptRun` adds. Frozen params and buffers come from the host's checkpoint or
-its initialization, as at every start of the script. That is right as long as training leaves them
-alone, so their versions are compared before each snapshot.
+[Note: beside the optimizer] A snapshot holds the optimizer state, from which all trained params are
+rounded, and what `ScriptRun` adds. Frozen params and module buffers come from the host's checkpoint
+or its initialization, as at every start of the script. That is right only if training does not
+change them, so their versions are compared before each snapshot.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from megatron_distopt.session import SessionCalls
 
 _log = logging.getLogger("megatron_distopt")
 _LEAVE_OUT = "leave --distopt-protect-every (MEGATRON_DISTOPT_PROTECT_EVERY) out"
-_AT_EACH_START = "every start of the script begins anew with it, also one that goes on from memory"
+_AT_EACH_START = "with it every start of the script is a new run, even after a lost node"
 _STARTS_THERE = (
-    "every start of the script goes on from there, also one after a lost node; to go back once, "
-    f"write the iteration into {TRACKER} of --load"
+    "with it every start of the script goes back to that checkpoint, even after a lost node (to go "
+    f"back once, write the iteration into {TRACKER} in the folder of --load)"
 )
-_LOADS_AGAIN = "the script loads weights once more after its start"
-_IN_MODULES = "scales of fp8 are in modules, and no snapshot has them"
-#: Arguments of Megatrons' scripts that change from where a start goes on, or what it needs for
+_LOADS_AGAIN = "the script loads weights again after its start"
+_IN_MODULES = "modules hold the scales of fp8, and snapshots do not include modules"
+#: Arguments of Megatrons' scripts that change from where a start continues, or what it needs for
 #: that.
 _REFUSED = {
     "finetune": _AT_EACH_START,
@@ -60,8 +60,8 @@ _REFUSED = {
     "override_ckpt_iteration": _STARTS_THERE,
     "load_tag": _STARTS_THERE,
     "no_load_lr_state": _AT_EACH_START,
-    "dataloader_save": "the place in the data is in files that are written with the host's "
-    "checkpoints alone",
+    "dataloader_save": "the position in the data is in files that are written only with the host's "
+    "checkpoints",
     "perform_rl_step": _LOADS_AGAIN,
     "kd": _LOADS_AGAIN,
     "mos": _LOADS_AGAIN,
@@ -78,11 +78,11 @@ Script = tuple[PatchPoint, PatchPoint]
 def protect_script(
     optimizer: SessionCalls, script: Script, args: Any, device: torch.device
 ) -> None:
-    """Collective: lets the host's script, where it trains, make snapshots of its run and go on from
+    """Collective: makes the host's training script take snapshots of its run and continue from
     them.
 
     Raises:
-        ConfigError, HostError: on all ranks, where it cannot.
+        ConfigError, HostError: on all ranks, if that is not possible.
     """
     load, step = script
     training: Any = sys.modules.get(step.module)
@@ -103,8 +103,8 @@ def protect_script(
         if (found := getattr(training, load.attribute, None)) is not load.current:
             other = getattr(found, "__code__", found)  # says in which file it is
             raise HostMismatchError(
-                f"{training.__name__}.{load.attribute} is other code, {other}, and must be {load} "
-                f"itself. {OTHER}, or {_LEAVE_OUT}."
+                f"{training.__name__}.{load.attribute} was replaced by {other}, but it must be "
+                f"{load}. {OTHER}, or {_LEAVE_OUT}."
             )
 
     raise_together(enter, Group.of())
@@ -112,11 +112,12 @@ def protect_script(
 
 
 def check_arguments(args: Any) -> None:
-    """Refuses arguments of the host with which a restart could not go on from where the run was."""
+    """Refuses arguments of the host with which a restart could not continue the run."""
     if getattr(args, "load", None) is None:
         raise ConfigError(
-            "--distopt-protect-every was given without --load, which has to say where a start "
-            f"looks for a checkpoint. Write --load FOLDER, the same as --save, or {_LEAVE_OUT}."
+            "--distopt-protect-every is set, but --load is not, so a restart does not know where "
+            "to look for a checkpoint. Write --load FOLDER with the same folder as --save, or "
+            f"{_LEAVE_OUT}."
         )
     of_core = {"fp8": _IN_MODULES} if getattr(args, "fp8_recipe", "delayed") == "delayed" else {}
     for name, reason in {**_REFUSED, **of_core}.items():
@@ -159,8 +160,7 @@ def _train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class ScriptRun:
-    """What a Megatron's script keeps beside the optimizer: into snapshots, and back at a
-    restart."""
+    """Adds the state of a Megatron's script to snapshots, and restores it at a restart."""
 
     def __init__(
         self, optimizer: SessionCalls, training: ModuleType, args: Any, device: torch.device
@@ -173,13 +173,13 @@ class ScriptRun:
         )
         self._chunks: Sequence[Module] = ()
         self._num_borders, self._iteration = 0, -1
-        self._census = VersionCensus({})  # of what no snapshot has, as training began
+        self._census = VersionCensus({})  # of tensors that no snapshot has, when training began
         # random states of the ranks that hold one copy of the model
         self._random: Sequence[Any] = ()
 
     def load(self, load: Callable[[], Any], chunks: Sequence[Module], scheduler: Any) -> Any:
-        """Collective: the host's load, then what memory has that is newer; returns what the host's
-        returns."""
+        """Collective: runs the host's load, then loads a newer snapshot, if there is one. Returns
+        what the host's load would return for that step."""
         before = dict(vars(scheduler))  # its `load_state_dict` adds to the number of its steps
         loaded = load()
         iteration, *others = loaded if isinstance(loaded, tuple) else (loaded,)
@@ -192,18 +192,18 @@ class ScriptRun:
         def check() -> None:
             if (was := state["global_batch_size"]) != args.global_batch_size:
                 raise ConfigError(
-                    f"Invalid global_batch_size: {args.global_batch_size}. It was {was} before "
-                    f"the restart. Write --global-batch-size {was}, at any number of ranks that "
-                    "divides it."
+                    f"global_batch_size is {args.global_batch_size}, but it was {was} before the "
+                    f"restart. Write --global-batch-size {was}; the number of ranks may change if "
+                    "it divides that."
                 )
             is_cut_otherwise = iteration == 0 and not is_same_model_parallel
             if is_cut_otherwise and any(
                 isinstance(each, Parameter) for each in untrained_tensors(chunks).values()
             ):
                 raise CheckpointError(
-                    "The model has frozen params, which no snapshot has, no checkpoint is on disk, "
-                    "and the tensor- or pipeline-parallel size has changed. Start at the sizes of "
-                    "the run before, or load a checkpoint that has the frozen params."
+                    "The tensor- or pipeline-parallel size has changed, and the frozen params of "
+                    "the model are neither in the snapshot nor in a checkpoint on disk. Start with "
+                    "the sizes of the run before, or load a checkpoint that has the frozen params."
                 )
             if Group.of().rank == 0:
                 self._check_disk(resumed)
@@ -221,16 +221,16 @@ class ScriptRun:
         return (resumed.step, *others) if isinstance(loaded, tuple) else resumed.step
 
     def _check_disk(self, resumed: Resumed) -> None:
-        """Refuses a snapshot where the checkpoint of this start is not the one that was the newest
-        when the snapshot was made, nor one that the run has saved since."""
+        """Refuses a snapshot unless the checkpoint of this start is the one that was newest when
+        the snapshot was made, or one that the run saved later."""
         found, was = _newest_on_disk(self._args.load), resumed.state["on_disk"]
         if found != was and not (found[0] == was[0] and found[1] > was[1]):
             named = [f"{text} in {file}{written}" for file, text, written in (found, was)]
             self._optimizer.started().refuse_change(resumed.step, *named)
 
     def _restore_random(self, resumed: Resumed, *, is_same_model_parallel: bool) -> None:
-        """As the host at its own load: at another data-parallel size every rank has the states of
-        the first."""
+        """Does what the host does when it loads: at another data-parallel size, every rank takes
+        the states of the first rank."""
         if getattr(self._args, "no_load_rng", False):
             return
         differs_by_data = getattr(self._args, "data_parallel_random_init", False)
@@ -238,7 +238,8 @@ class ScriptRun:
             set_random_states(resumed.state["random"][_one_copy().rank], self._device)
         elif Group.of().rank == 0:
             _log.warning(
-                "random states are those of a new start: the parallel sizes are others than before"
+                "The random states of the run before were not restored, because the parallel sizes "
+                "have changed. Random numbers are those of a new run."
             )
 
     def border(self, chunks: Sequence[Module], scheduler: Any) -> None:
@@ -246,8 +247,8 @@ class ScriptRun:
         iteration = self._args.curr_iteration
         if iteration <= self._iteration:
             raise HostError(
-                f"args.curr_iteration is {iteration} after {self._iteration}, and must grow from "
-                f"step to step. Train by the host's pretrain, or {_LEAVE_OUT}."
+                f"args.curr_iteration is {iteration} after {self._iteration}, but it must grow "
+                f"from step to step. Train with the host's pretrain, or {_LEAVE_OUT}."
             )
         self._iteration, self._num_borders = iteration, self._num_borders + 1
         if self._num_borders == 1:
@@ -262,11 +263,11 @@ class ScriptRun:
         self._random = exchange(random_states(self._device), _one_copy())
 
     def _check_others(self) -> None:
-        """Refuses a model that training changes beside the params that it updates."""
+        """Refuses a model of which training changes tensors other than the updated params."""
         changed = self._census.changed(untrained_tensors(self._chunks))
         if changed:
             raise ConfigError(
-                f"Training changes {changed[0]!r}, which no snapshot has. "
+                f"Training changes {changed[0]!r}, which snapshots do not include. "
                 f"{_LEAVE_OUT[0].upper()}{_LEAVE_OUT[1:]}."
             )
 
@@ -286,10 +287,10 @@ class ScriptRun:
 
 
 def _newest_on_disk(folder: str) -> tuple[str, str, str]:
-    """The file that names the newest checkpoint in --load, the iteration, which sorts as a text as
-    well, and when it was written."""
+    """The file that names the newest checkpoint in --load, the iteration as a text that sorts like
+    the number, and when the file was written."""
     file = Path(folder).resolve() / TRACKER
-    with suppress(OSError):  # there is none, or for a moment
+    with suppress(OSError):  # there is no file, or it is just being replaced
         iteration = file.read_text(encoding="utf-8").strip().zfill(7)
         written = datetime.fromtimestamp(file.stat().st_mtime, timezone.utc)
         return str(file), f"iteration {iteration}", f", written {written}"
@@ -306,10 +307,10 @@ def _model_parallel() -> tuple[int, int]:
 
 
 def _operations_so_far() -> Any:
-    """The floating-point operations that the host's `train` has counted; None where it counts none.
+    """The floating-point operations that the host's `train` has counted; None if it counts none.
 
-    `train` keeps them in a local variable, adds them up by a formula that differs between versions,
-    and gives them to `save_checkpoint` alone, which no step calls.
+    `train` keeps the count in a local variable and passes it only to `save_checkpoint`. Its formula
+    differs between versions, so the count is read from the caller's frame.
     """
     name = "num_floating_point_operations_so_far"
     found = (frame.f_locals.get(name) for frame, _ in walk_stack(sys._getframe()))
@@ -320,7 +321,7 @@ def _operations_so_far() -> Any:
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """What the host's checkpoints have of them, without arrays and objects."""
+    """The random states that the host's checkpoints hold, without arrays and objects."""
     numpy: Any = np.random.get_state()
     tracked = tensor_parallel.get_cuda_rng_tracker().get_states().items()
     return {
@@ -337,7 +338,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """Takes `random_states` back."""
+    """Restores what `random_states` returned."""
     random.setstate(states["python"])
     np.random.set_state(tuple(states["numpy"]))
     torch.set_rng_state(states["torch"])

@@ -1,5 +1,5 @@
-"""Options of a host that cannot be combined with this optimizer; which they are is in facts.py of
-each Megatron. Imports nothing of the host."""
+"""Refuses options of a host that cannot be combined with this optimizer. facts.py of each Megatron
+lists them. Imports nothing of the host."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from megatron_distopt.errors import ConfigError
 
 @dataclass(frozen=True)
 class Refused:
-    """An option of the host that must be off, or another one."""
+    """An option of the host and the values of it that are refused."""
 
     option: str  # its name in the parsed arguments or in a config
     remedy: str  # what to type instead
-    values: tuple[object, ...] = ()  # those that are refused; none for whatever is truthy
+    values: tuple[object, ...] = ()  # refused values; if empty, every truthy value
 
     def refusal(self, options: object, of: str = "") -> str | None:
-        """What is wrong with `options`, which may not have it at all; None where nothing is. `of`
-        says whose they are."""
+        """The error for `options`; None if they do not have the option or its value is allowed.
+        `of` says whose options they are."""
         found = getattr(options, self.option, None)
         is_refused = found in self.values if self.values else bool(found)
         if not is_refused:

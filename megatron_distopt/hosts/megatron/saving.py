@@ -1,9 +1,9 @@
-"""What goes into a Megatron's own files, and what a snapshot of it lacks.
+"""What is written into a Megatron's own files.
 
 [Note: heads of other classes] A host keeps param groups in a file of its own, the head, and reads
-them before the tensors. Numbers of the same name are not the same in two classes: `eps` of
-Adafactor is a pair. So the head names a class that updates whole params, and a run with another
-optimizer leaves these groups alone."""
+them before the tensors. An option may mean something else in another class: `eps` of Adafactor is a
+pair. So the head names a class that updates whole params, and a run with another optimizer does not
+use these groups."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ def head_with(
 
 
 def _head_entry(choice: InnerChoice) -> dict[str, str]:
-    """What the head says beside param groups; nothing for classes whose groups have the keys of
-    Adam's."""
+    """What the head holds in addition to param groups. Empty for classes whose param groups have
+    Adam's keys."""
     return {_CLASS: class_of(choice.name)} if choice.updates_whole_params else {}
 
 
 def is_of_other_class(choice: InnerChoice, head: Mapping[str, Any]) -> bool:
-    """Whether param groups of a head mean something else here, see [Note: heads of other
+    """Whether the param groups of a head are of another class, see [Note: heads of other
     classes]."""
     return head.get(_CLASS) != _head_entry(choice).get(_CLASS)
 
 
 def options_of_run(args: object) -> frozenset[str]:
-    """The options of param groups that a load leaves as the run has them, from the arguments of a
-    Megatron's script.
+    """The options of param groups that a load does not change, from the arguments of a Megatron's
+    script.
 
-    Megatron takes them from the checkpoint, so that its --override-opt_param-scheduler moves the lr
-    that it logs alone.
+    Megatron itself loads them, so its --override-opt_param-scheduler changes only the learning rate
+    that it logs.
     """
     names = ("use_checkpoint_opt_param_scheduler", "use_checkpoint_lr_scheduler")
     return frozenset() if any(getattr(args, name, False) for name in names) else SCHEDULE

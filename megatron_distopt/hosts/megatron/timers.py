@@ -1,4 +1,4 @@
-"""The timers of a Megatron."""
+"""Timing with a Megatron's own timers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megatron_distopt.comm import profiled
 
 @contextmanager
 def timed(timers: Any, options: object, name: str) -> Iterator[None]:
-    """Times what runs in the block with the host's timer of that name, if it has `timers`, and
-    names it in a profiler. `options` of the host say whether ranks wait for each other before."""
+    """Times the block with the host's timer `name`, if there are `timers`, and names it in a
+    profiler. `options` of the host decide whether ranks wait for each other first."""
     with profiled(name):
         if timers is None:
             yield

@@ -1,25 +1,23 @@
 """The grad buffers of the fork's DistributedDataParallel as layouts, and the param buffers next to
 them.
 
-The fork keeps one grad buffer for each grad dtype of a chunk and leaves the params where they are.
-Its grad buffers are kept, each as one bucket, and the params move into param buffers. Three things
-do not fit into the fork's buffer and get one of their own, to which `main_grad` is moved: params of
-experts, which other ranks own than the dense ones; a buffer whose padding fits the data-parallel
-size but not the group that it is sharded over (Ulysses); and one that is cut into buckets, each of
-which has padding (plan.py). The fork's index map stays; its files have the params in that
-order.
+The fork keeps one grad buffer for each grad dtype of a chunk and does not move the params. Its grad
+buffers stay, each as one bucket, and the params move into param buffers. In three cases the fork's
+buffer cannot be used, and `main_grad` moves to another buffer. Experts are sharded over other ranks
+than dense params. With Ulysses, the fork's padding may fit the data-parallel size but not the group
+over which the buffer is sharded. And a buffer that is cut into buckets has padding in each of them
+(plan.py). The fork's index map stays, because its files have the params in that order.
 
-Dense params are sharded over the data-parallel group; with Ulysses sequence parallelism over the
-sequence-data group, because ranks that hold other parts of a sequence hold the same params too.
+Dense params are sharded over the data-parallel group. With Ulysses sequence parallelism it is the
+sequence-data group, because ranks with different parts of a sequence hold the same params too.
 Expert params are sharded over the ranks that hold the same experts.
 
 [Note: used grads] After a step each rank's shard holds sums, which may be divided, and the rest of
-the buffer what this rank alone has contributed. Gradients that are added to that make no sum of
-anything. The fork's training loop zeroes the buffers before each step; its own optimizer uses them
-for params meanwhile. So the first and the last element of each are made infinite after a step:
-whoever zeroes the buffer, by whatever call, takes that away, and whatever finite is added to it
-does not. A test of them stays on the device, and what it finds is told to all ranks with the
-statistics of the step."""
+the buffer holds only what this rank contributed. Gradients that are added to these values would be
+wrong. The fork's training loop zeroes the buffers before each step. To notice when it does not, the
+first and the last element of each buffer are made infinite after a step: zeroing the buffer, by
+whatever call, removes the mark, and adding finite values does not. The mark is tested on the
+device, and the result is sent to all ranks with the statistics of the step."""
 
 from __future__ import annotations
 
@@ -56,8 +54,8 @@ def dense_group() -> Group:
 
 
 def is_expert(param: Parameter) -> bool:
-    """Whether other ranks of the dense group hold other experts: what DeepSpeed's and Megatron's
-    layers mark so."""
+    """Whether DeepSpeed's or Megatron's layers have marked a param as one of an expert, which ranks
+    of the dense group do not share."""
     return not getattr(param, "allreduce", True)
 
 
@@ -70,9 +68,9 @@ def expert_group(name: str, param: Parameter) -> Group:
         if hasattr(mpu, getter):
             return Group.of(getattr(mpu, getter)())
     raise HostError(
-        f"The expert param {name!r} has group_name {group_name!r}, which is no group of "
-        f"DeepSpeed's, and there is no mpu.{_EXPERT_GROUPS[0]}(). Use the MoE layer of "
-        "deepspeed.moe, or give mpu that function."
+        f"No process group is known for the expert param {name!r}: its group_name "
+        f"{group_name!r} is not a group of DeepSpeed's, and there is no mpu.{_EXPERT_GROUPS[0]}(). "
+        "Use the MoE layer of deepspeed.moe, or add that function to mpu."
     )
 
 
@@ -87,8 +85,8 @@ def expert_place(param: Parameter) -> tuple[int, int]:
 
 
 def _groups_of_deepspeed(param: Parameter) -> Any:
-    """DeepSpeed's module, if one of its MoE layers has written a group's name on the param; it is
-    loaded then."""
+    """DeepSpeed's module of groups, if one of its MoE layers has set a group's name on the param;
+    None otherwise."""
     groups = import_module("deepspeed.utils.groups") if "deepspeed" in sys.modules else None
     known = {} if groups is None else groups._get_expert_data_parallel_group_dict()
     return groups if getattr(param, "group_name", None) in known else None
@@ -102,7 +100,7 @@ class BufferPlan:
     dtype: torch.dtype  # of the grads; the fork's key
     group: Group  # the ranks over which it is sharded
     layout: BufferLayout  # of the grads
-    params: Mapping[str, Parameter]  # that are updated from it, by name
+    params: Mapping[str, Parameter]  # the params that are updated from it, by name
     # the place of each param in the fork's files, which is that in the fork's buffer
     in_file: Mapping[str, Span]
     file_numel: int  # elements in the files, without padding
@@ -110,7 +108,8 @@ class BufferPlan:
 
     @cached_property
     def is_in_place(self) -> bool:
-        """Whether the run is split as the files are; the same on all ranks of the group."""
+        """Whether the buffer is split over ranks as in the files; the same on all ranks of the
+        group."""
         layout = self.layout
         is_padded_alike = 0 <= layout.numel - self.file_numel < layout.num_shards
         in_order = all(slot.in_buffer == self.in_file[slot.name] for slot in layout.slots)
@@ -133,7 +132,7 @@ class GradBuffer:
     """One grad buffer with the param buffers of the params that accumulate into it."""
 
     plan: BufferPlan
-    # one a param dtype, the majority first; all with one grad tensor and layout
+    # one for each param dtype, the majority first; all with the same grad tensor and layout
     sharded: tuple[ShardedBuffer, ...]
 
     @property
@@ -159,8 +158,7 @@ def plan_grad_buffers(
         dense = {name_of[param]: param for param in index_map if not is_expert(param)}
         if dense:
             group, memory = dense_group(), chunk._grad_buffers[dtype]
-            # The fork's padding, or another one where the fork's does not divide into the group's
-            # shards.
+            # The fork's padding, unless it does not divide into the group's shards.
             fits = memory.numel_padded % group.size == 0
             numel = memory.numel_padded if fits else -(-memory.numel // group.size) * group.size
             slots = [ParamSlot(name, 0, span) for name, span in spans.items()]
@@ -182,15 +180,15 @@ def plan_grad_buffers(
 
 
 def take_over(plan: BufferPlan, chunks: Sequence[Module]) -> GradBuffer:
-    """Allocates param buffers, and a grad buffer where the fork's cannot be used, and moves params
-    and grads there."""
+    """Allocates param buffers, and a grad buffer if the fork's cannot be used, and moves params and
+    grads there."""
     chunk: Any = chunks[plan.chunk]
     memory = chunk._grad_buffers[plan.dtype]
     if plan.is_ours:
         grad = memory.data.new_zeros(plan.layout.numel)
     elif plan.layout.numel != memory.data.numel():
-        # The fork's buffer is still empty. Both at once would be the most memory that a run ever
-        # needs.
+        # The fork's buffer holds nothing yet. It is freed first, because both at once would be the
+        # peak of the run's memory.
         for param in plan.params.values():
             param.main_grad = None  # type: ignore[attr-defined]
         memory.data = memory.data.new_empty(0)
@@ -225,8 +223,8 @@ def main_grads(params: Mapping[str, Parameter]) -> dict[str, Tensor]:
 
 
 class UsedGrads:
-    """Finds gradients that were added to used ones ([Note: used grads]); `like` has dtype and
-    device of `found`."""
+    """Finds gradients that were added to used ones, see [Note: used grads]. `found` has the dtype
+    and device of `like`."""
 
     def __init__(self, grads: Sequence[Tensor], like: Tensor) -> None:
         self._grads = [grad for grad in grads if grad.numel() > 1]
@@ -236,14 +234,14 @@ class UsedGrads:
 
     @torch.no_grad()
     def mark(self) -> None:
-        """The grads were used."""
+        """Marks the grads as used, after a step."""
         for grad in self._grads:
             grad[:1].fill_(math.inf)
             grad[-1:].fill_(-math.inf)
 
     @torch.no_grad()
     def look(self) -> None:
-        """Before the grads of a step are reduced; the CPU does not wait."""
+        """Looks for the mark before the grads of a step are reduced; the CPU does not wait."""
         used = [(grad[:1] == math.inf) & (grad[-1:] == -math.inf) for grad in self._grads]
         self.found = (
             torch.cat(used).any().to(self._nothing.dtype).view(1) if used else self._nothing.clone()
@@ -251,10 +249,10 @@ class UsedGrads:
 
     @staticmethod
     def check(found: Tensor) -> None:
-        """Raises for what an earlier `look` has found; waits for the device."""
+        """Raises if an earlier `look` has found the mark; waits for the device."""
         if found.item() > 0:
             raise LayoutError(
-                "Gradients were added to those of the step before, and have to begin at zero in "
-                "every step. Call zero_grad_buffer() of every model chunk, and "
-                "optimizer.zero_grad(), before the first backward."
+                "Gradients were added to those of the step before, because the grad buffers were "
+                "not zeroed. Before the first backward of every step, call zero_grad_buffer() of "
+                "every model chunk and optimizer.zero_grad()."
             )

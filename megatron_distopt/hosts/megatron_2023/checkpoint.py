@@ -1,9 +1,9 @@
 """Which files the fork's checkpoint calls write and read.
 
-Where the fork gathers, the optimizer's tensors go into a folder of our own beside its file, or into
-that file where --distopt-checkpoint-format gathered asks for it; loading takes what it finds. Else
-they travel in every rank's `state_dict()`. Both also read the state of a run without the
-distributed optimizer.
+In a fork with a gathered file, the optimizer's tensors are saved in a folder beside that file, or
+with --distopt-checkpoint-format gathered in the file itself. A load reads whichever it finds. In a
+fork with per-rank files, the tensors are in every rank's `state_dict()`. Both kinds of forks also
+load the state of a run without the distributed optimizer.
 """
 
 from __future__ import annotations
@@ -47,14 +47,15 @@ class ForkCheckpoints:
         self._fork, self._session, self._everyone = fork, session, fork.everyone
         #: Updates so far, as `load_state_dict` found them.
         self._head_step: int | None = None
-        #: Whether `load_state_dict` brought the whole state: the call for a file that follows it
-        #: has nothing to do.
+        #: Whether `load_state_dict` has loaded the whole state, so that the call for a file which
+        #: follows has nothing to do.
         self._has_whole_state = False
-        #: Puts back what `load_state_dict` changed, until the tensors are there too.
+        #: Undoes the changes of `load_state_dict`, in case the tensors cannot be loaded.
         self._take_back: Callable[[], None] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What a gathered file lacks, or all of this rank's state; no gather may be under way."""
+        """The state that a gathered file does not have, or with per-rank files all of this rank's
+        state. No gather of params may be in progress."""
         fork = self._fork
         if not fork.gathers_state:
             fork.check_weights()
@@ -62,7 +63,8 @@ class ForkCheckpoints:
         return head_with(group_dicts(fork), fork.sharded.plan.choice, fork.grad_scaler)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Collective: takes the first call of a load, which with a gathered file is the smaller."""
+        """Collective: the first call of a load. With a gathered file it loads only param groups and
+        the loss scale."""
         fork, everyone = self._fork, self._everyone
         self._has_whole_state = False
         self._session.begin_load()
@@ -81,11 +83,11 @@ class ForkCheckpoints:
         self._session.end_load()
 
     def save(self, filename: str) -> None:
-        """Collective: writes the tensors, into a folder or a gathered file; no gather may be under
-        way."""
+        """Collective: writes the tensors, into a folder or a gathered file. No gather of params may
+        be in progress."""
         raise_together(self._fork.check_weights, self._everyone, "save")
         self._session.forget_newest()
-        # ranks have names of their own
+        # each rank is given another file name; the first one's counts
         folder = exchange(optimizer_folder_of(filename), self._everyone)[0]
         if self._fork.sharded.config.checkpoint_format != "gathered":
             self._session.write(folder)
@@ -96,7 +98,8 @@ class ForkCheckpoints:
             if self._everyone.rank == 0 and is_checkpoint(folder):
                 remove_checkpoint(folder)
 
-        raise_together(remove_older, self._everyone, "save")  # a load takes the file now
+        # A load would prefer an older folder to the new file.
+        raise_together(remove_older, self._everyone, "save")
 
     def load(self, filename: str) -> None:
         """Collective: reads the tensors, from a folder or the fork's file."""
@@ -128,14 +131,14 @@ class ForkCheckpoints:
         choice = self._fork.sharded.plan.choice
         if choice.updates_whole_params or any(map(is_muons_group, self._fork.param_groups)):
             raise CheckpointError(
-                f"Optimizer file {filename} holds the moments of Adam alone, and this run needs "
+                f"Optimizer file {filename} holds only the moments of Adam, but this run needs "
                 f"the state of {choice.name if choice.updates_whole_params else 'Muon'}. Convert "
-                "it with megatron-distopt convert --to distopt, or write --no-load-optim."
+                "the file with megatron-distopt convert --to distopt, or write --no-load-optim."
             )
 
 
 def _undo_of(fork: ForkModel) -> Callable[[], None]:
-    """What puts hyperparameters and loss scale back as they are now."""
+    """Returns a function that restores the present hyperparameters and loss scale."""
     groups = [
         {key: value for key, value in group.items() if key != "params"}
         for group in fork.param_groups

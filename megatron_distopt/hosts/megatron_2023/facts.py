@@ -1,9 +1,9 @@
 """What the forks of 2023 look like: Megatron-LM 23.04 to 23.08, Megatron-DeepSpeed and their
 children. Data only.
 
-They share one contract and differ in where the optimizer state is kept: in *per-rank files*
-(Megatron-LM 23.04), from the `state_dict()` of every rank, or in a *gathered file* (23.06, 23.08,
-Megatron-DeepSpeed), which the first data-parallel rank gathers.
+They have the same interface and differ in where they save the optimizer state. Megatron-LM 23.04
+writes *per-rank files* from the `state_dict()` of every rank. Megatron-LM 23.06 and 23.08 and
+Megatron-DeepSpeed write a *gathered file*, which the first data-parallel rank gathers.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ PATCH_POINT = PatchPoint(
     "get_megatron_optimizer",
     ("model", "no_weight_decay_cond", "scale_lr_cond", "lr_mult"),
 )
-#: The parser, through which our flags enter and conflicts are found before anything is built.
+#: The parser, to which our flags are added. Conflicts are found here, before anything is built.
 PARSER = PatchPoint("megatron.arguments", "parse_args", ("extra_args_provider",))
-#: What protecting.py and averaging.py in hosts/megatron/ replace: imported by value in the training
-#: module, or defined in it.
+#: Functions that protecting.py and averaging.py in hosts/megatron/ replace. The training module
+#: imports them by value or defines them.
 LOAD_POINT = PatchPoint(
     "megatron.checkpointing", "load_checkpoint", ("model", "optimizer", "opt_param_scheduler")
 )
@@ -36,7 +36,7 @@ EVALUATE_POINT = PatchPoint(
 #: The script of a protected run.
 SCRIPT = LOAD_POINT, STEP_POINT
 
-#: What the factory calls the class that it builds, and what it gives to the constructor.
+#: The name of the class that the factory builds, and the arguments that it gives to it.
 CLASS = "DistributedOptimizer"
 CLASS_PARAMETERS = (
     "optimizer",
@@ -50,22 +50,22 @@ CLASS_PARAMETERS = (
     "grad_scaler",
     "models",
 )
-#: The class has this method with a gathered file and not with per-rank files.
+#: A method that the class has only in forks with a gathered file.
 GATHERS_STATE = "save_parameter_state"
-#: Names that a branch of the factory uses and some forks forgot to import (Megatron-DeepSpeed:
+#: Modules that the factory uses and some forks forgot to import (Megatron-DeepSpeed with
 #: --cpu-torch-adam).
 MISSING_IMPORTS = ("torch",)
 
-#: The flag, as `args` and the parser spell it; one child has underscores on the command line.
+#: The flag as `args` and the parser spell it. One fork has underscores on the command line.
 FLAG = "use_distributed_optimizer"
 
 
 _WITHOUT = "or --use-distributed-optimizer"
-#: What the parsed arguments must not have.
+#: Arguments of the fork that are refused.
 REFUSED = (
     Refused(
         "deepspeed",
-        "The DeepSpeed engine owns gradients and optimizer. Drop --deepspeed to train with this "
+        "The DeepSpeed engine has an optimizer of its own. Drop --deepspeed to train with this "
         "optimizer, or drop --use-distributed-optimizer and write "
         '"zero_optimization": {"stage": 1} in the DeepSpeed config',
     ),
@@ -79,12 +79,11 @@ REFUSED = (
 
 
 def check_flags(args: object) -> None:
-    """Refuses options that cannot be combined with the flag, where the parsed `args` have the
-    flag."""
+    """If the parsed `args` have the flag, refuses options that cannot be combined with it."""
     if getattr(args, FLAG, False):
         check_refused(args, REFUSED)
 
 
 def has_gates(args: object) -> bool:
-    """Whether parsed arguments ask for MLPs whose first layer holds a gate as well."""
+    """Whether parsed arguments ask for MLPs whose first layer also holds a gate."""
     return any(getattr(args, option, None) for option in ("swiglu", "glu_activation"))

@@ -1,13 +1,13 @@
 """The optimizer's state in the forms of the fork's own files, for a running fork.
 
-A rank's own state is an entry of per-rank files (formats/megatron_2023/per_rank.py). With the
-fork's one bucket for each grad buffer it is what the fork's own optimizer reads and writes; a run
-with buckets of its own writes its shards with names. Either is read into any buckets at the size
-that wrote it. The gathered file (formats/megatron_2023/gathered.py) is written where there is one
-bucket, and read at any number of ranks: each reads what it owns. The state of a run without the
-distributed optimizer (formats/megatron_2023/plain.py) is only read.
+In per-rank files (formats/megatron_2023/per_rank.py) each rank has an entry with its own state. If
+each grad buffer is one bucket, the fork's own optimizer reads and writes the same form; a run with
+more buckets writes its shards with names. Both load with any buckets at the parallel size that
+wrote them. The gathered file (formats/megatron_2023/gathered.py) is written only with one bucket,
+and loads at any number of ranks: each rank reads what it owns. The state of a run without the
+distributed optimizer (formats/megatron_2023/plain.py) can only be read.
 
-Whatever is read becomes a `RankState`, and is then loaded as any other state is.
+Each of them is read into a `RankState` and then loaded like any other state.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from megatron_distopt.layout import Span, owned_shards
 from megatron_distopt.optimizer.inner_state import count_updates, moments_of
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 
-#: Which kernel updates is the choice of the run that loads.
+#: Keys of param groups that a load leaves as they are: they depend on the kernel of the run.
 _IMPLEMENTATION = (
     "params",
     "step",
@@ -73,8 +73,8 @@ _WHAT, _CHECKPOINT = "The optimizer state", "the checkpoint"
 _OF_OTHER_MODEL = Origin(_WHAT, _REMEDY)
 _OF_OTHER_RANKS = Origin(
     _WHAT,
-    "Resume with the ranks of the saved run; another size needs megatron-distopt convert --to "
-    "per-rank --dp N",
+    "Resume with as many ranks as the saved run had, or convert the checkpoint to another number "
+    "with megatron-distopt convert --to per-rank --dp N",
 )
 _OF_OTHER_SAVE = (
     "Load a checkpoint of this model at the same tensor- and pipeline-parallel size, or start from "
@@ -89,11 +89,11 @@ _PERMUTED = (
 
 
 def group_dicts(fork: ForkModel) -> list[dict[str, Any]]:
-    """The param groups without params, with the keys that the fork's own inner optimizer has, and
-    the update count.
+    """The param groups without params, with the keys of the fork's own inner optimizer, and the
+    update count.
 
-    torch's Adam keeps the count in the state of each param, which a gathered file lacks; apex has
-    it in the group.
+    A gathered file has no state of single params, where torch's Adam keeps the count; so it is
+    written into the groups, as by apex.
     """
     step = updates_so_far(fork)
     updates = {} if step is None else {"step": step}
@@ -108,15 +108,15 @@ def group_dicts(fork: ForkModel) -> list[dict[str, Any]]:
 
 
 def updates_so_far(fork: ForkModel) -> int | None:
-    """The update count for a file; None for a class that does not count, whose moments mean
-    something without one."""
+    """The update count for a file; None for a class that does not count updates and is not an
+    Adam."""
     num_updates = count_updates(fork.sharded.inner)
     return 0 if num_updates is None and fork.sharded.plan.choice.is_adam else num_updates
 
 
 def is_of_other_kind(fork: ForkModel, state: Mapping[str, Any]) -> bool:
-    """Whether one of the run and the state has Muon or a class of whole params, so that their param
-    groups are others.
+    """Whether run and state differ in having Muon or a class that updates whole params, so that
+    their param groups do not match.
 
     [Note: another kind of optimizer] in checkpoint/ says what is loaded then.
     """
@@ -133,8 +133,8 @@ def check_head(fork: ForkModel, state: Mapping[str, Any]) -> None:
     if "param_groups" not in head or "state" in head:
         held = ", ".join(map(str, state))
         raise CheckpointError(
-            f"{_WHAT} is one with {held or 'nothing'}, and must be that of a distributed optimizer "
-            f"with a gathered file. {_REMEDY}."
+            f"{_WHAT} in the checkpoint has {held or 'no keys'}, so no distributed optimizer with "
+            f"a gathered file has saved it. {_REMEDY}."
         )
     if not is_of_other_kind(fork, state):
         match_groups(fork.param_groups, head["param_groups"])
@@ -143,8 +143,8 @@ def check_head(fork: ForkModel, state: Mapping[str, Any]) -> None:
 def match_groups(
     ours: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
 ) -> list[int]:
-    """The number of the saved group of each of ours, by what tells them apart; equal ones keep
-    their order."""
+    """Finds the saved group of each group of ours by its identifying options, and returns their
+    numbers. Groups with equal ones keep their order."""
     left = dict(enumerate(saved))
     matched = []
     for mine in ours:
@@ -152,21 +152,21 @@ def match_groups(
         same = [number for number, group in left.items() if identity(group) == wanted]
         if not same:
             raise CheckpointError(
-                f"The checkpoint has no param group with {described(mine)}; it has "
+                f"This run has a param group with {described(mine)}, but the checkpoint has only "
                 f"{', '.join(map(described, saved)) or 'no groups'}. {_REMEDY}."
             )
         matched.append(same[0])
         del left[same[0]]
     for group in left.values():
         raise CheckpointError(
-            f"The checkpoint has a param group with {described(group)} besides those of the run. "
-            f"{_REMEDY}."
+            f"The checkpoint has a param group with {described(group)}, but this run has no such "
+            f"group. {_REMEDY}."
         )
     return matched
 
 
 def load_groups(ours: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Takes the hyperparameters over, for those keys that ours have."""
+    """Takes over the saved hyperparameters that our groups have as well."""
     matched = zip(ours, match_groups(ours, saved), strict=True)
     pairs = [(mine, _options_for(mine, saved[number])) for mine, number in matched]
     take_options(pairs, Group.of().rank, options_of_run(get_args()))
@@ -182,8 +182,8 @@ def _options_for(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str,
 def _step_of(
     fork: ForkModel, holders: Iterable[Mapping[str, Any]], *, has_begun: bool = True
 ) -> int | None:
-    """The update count to go on from; that of an optimizer that had not begun is 0 unless the flag
-    says more."""
+    """The update count from which to continue. For an optimizer that had made no step it is 0,
+    unless `resume_step` is given."""
     given = fork.sharded.config.resume_step
     step = known_step([the_step(holders, _CHECKPOINT)], given, _CHECKPOINT)
     if step is None and not has_begun:
@@ -198,12 +198,12 @@ def _step_of(
 
 @dataclass(frozen=True, eq=False)
 class RankState:
-    """What a file or an entry has for this rank."""
+    """The state that a file or an entry has for this rank."""
 
-    where: str  # it comes from, for errors
+    where: str  # where it comes from, for errors
     groups: Mapping[int, Mapping[str, Any]]  # options to take over, by number of the run's group
     step: int | None
-    # by name in the optimizer: at least what this rank owns, or else what ranks send each other
+    # by name in the optimizer; if this rank owns more than this, ranks send shards to each other
     shards: Mapping[str, SavedShard]
     loss_scale: Mapping[str, float]
     num_skipped: int
@@ -211,11 +211,11 @@ class RankState:
 
 @torch.no_grad()
 def load_rank_state(fork: ForkModel, opened: Callable[[], RankState]) -> None:
-    """Collective: takes over what `opened` returns; the params are not gathered yet.
+    """Collective: loads the state that `opened` returns. It does not gather the params.
 
     Raises:
         CheckpointError: on a rank that finds a fault; nothing is changed on any rank then.
-        RanksDisagreeError: on the others, with that rank's text.
+        RanksDisagreeError: on the other ranks, with that rank's text.
     """
     state = raise_together(opened, fork.everyone, "load")
     model = fork.whole()
@@ -223,7 +223,7 @@ def load_rank_state(fork: ForkModel, opened: Callable[[], RankState]) -> None:
     saved = state.shards
     parts = {name: [shard] for name, shard in saved.items()}
     has_all = all(name in saved and saved[name].holds(span) for name, span in owned.items())
-    step = state.step if parts else None  # a rank may have saved nothing of what it owns now
+    step = state.step if parts else None  # a rank may have nothing of its own in the file
     everywhere = exchange((has_all, state.groups, step), fork.start.data)
     if not all(has_all for has_all, *_ in everywhere):
         parts = {name: [] for name in owned}
@@ -244,7 +244,7 @@ def load_rank_state(fork: ForkModel, opened: Callable[[], RankState]) -> None:
 
 
 def _whole(name: str, span: Span, parts: Sequence[SavedShard]) -> SavedShard:
-    """These elements of a param at least."""
+    """A shard that has at least the elements `span` of a param, joined from parts."""
     if len(parts) == 1 and parts[0].holds(span):
         return parts[0]
     found = in_order(name, span, parts, _OF_OTHER_RANKS)
@@ -257,7 +257,7 @@ def _loadable(fork: ForkModel, model: WholeModel, state: RankState) -> Loadable:
     plan = fork.sharded.plan
     groups = []
     for number, group in enumerate(plan.groups):
-        # What is kept of the others, their ranks know.
+        # Other ranks know which state the other params have.
         known = [name for name in group.names if name in state.shards]
         others = [name for name in group.names if name not in state.shards]
         options = state.groups.get(number, {})
@@ -292,8 +292,8 @@ def _has_main(fork: ForkModel, name: str) -> bool:
 def _sent_around(
     buffer: GradBuffer, shards: Mapping[str, SavedShard], owned: Mapping[str, Span]
 ) -> Iterator[tuple[str, SavedShard]]:
-    """Collective: what any rank has saved of the params of one buffer, as far as this rank owns it;
-    one tensor after the other is sent to all."""
+    """Collective: yields what ranks have saved of the params of one buffer, cut to what this rank
+    owns. Tensors are broadcast one after the other."""
     group, device = buffer.plan.group, buffer.grad.device
     mine = [
         (name, shard.in_param, tuple(shard.tensors))
@@ -321,12 +321,12 @@ def _sent_around(
 
 
 def rank_state_dict(fork: ForkModel) -> dict[str, Any]:
-    """This rank's own state; every tensor has memory of its own."""
+    """This rank's own state. No tensor is a view."""
     shards: dict[str, SavedShard] = {}
     for flat, shard in shards_of(fork.sharded):
         kept = {MAIN: flat.main.detach()} if flat.owns_memory else {}
         kept |= moments_of(fork.sharded.inner, flat.main)
-        # A copy: a view would be saved with everything that it is a view of.
+        # A copy, because torch.save writes the whole storage of a view.
         copies = {key: flat.cut(each, shard).clone() for key, each in kept.items()}
         shards[shard.name] = SavedShard(shard.in_param, copies)
     if fork.has_forks_buckets:
@@ -354,14 +354,14 @@ def _forks_entry(fork: ForkModel, shards: Mapping[str, SavedShard]) -> dict[str,
         if MAIN in shard.tensors:
             mains[name] = states[name].pop(MAIN)
         if fork.host_is_torchs and step is not None:
-            # one each, because torch's class counts in place
+            # a tensor for each param, because torch's class counts in place
             states[name]["step"] = torch.tensor(float(step))
     return rank_entry(groups, mains, states)
 
 
 def _own_params(fork: ForkModel) -> dict[int, list[ExpectedParam]]:
-    """What a file in the fork's form has of this rank, by group, in its order; groups without
-    params are left out."""
+    """The params that a file in the fork's form has for this rank, by group and in the file's
+    order. Groups without params are left out."""
     spans = _spans_in_file(fork)
     name_of = {param: name for name, param in fork.start.named.items() if name in spans}
     registered: list[str] = []
@@ -382,9 +382,9 @@ def _own_params(fork: ForkModel) -> dict[int, list[ExpectedParam]]:
 
 
 def _spans_in_file(fork: ForkModel) -> dict[str, Span]:
-    """By name this rank's part of each param in files in the fork's form.
+    """By name, this rank's part of each param in files in the fork's form.
 
-    The fork cuts each grad buffer into one shard a rank, whatever the buckets of the run.
+    There each grad buffer is cut into one shard for each rank, whatever the buckets of the run.
     """
     return {
         shard.name: shard.in_param
@@ -395,12 +395,12 @@ def _spans_in_file(fork: ForkModel) -> dict[str, Span]:
 
 
 def open_plain(fork: ForkModel, entry: Mapping[str, Any]) -> RankState:
-    """The state of a run without the distributed optimizer, of which every rank has all."""
+    """The state of a run without the distributed optimizer. Every rank has all of it."""
     choice = fork.sharded.plan.choice
     if choice.updates_whole_params:
         raise CheckpointError(
-            f"{_WHAT} is that of a class which does not update whole params, and must be of "
-            f"{choice.name}. {_REMEDY}."
+            f"{_WHAT} in the checkpoint is of an optimizer that does not update whole params, but "
+            f"this run trains with {choice.name}. {_REMEDY}."
         )
     shapes = {name: tuple(param.shape) for name, param in fork.start.named.items()}
     expected = {
@@ -412,12 +412,13 @@ def open_plain(fork: ForkModel, entry: Mapping[str, Any]) -> RankState:
 
 
 def open_rank_state(fork: ForkModel, entry: Mapping[str, Any]) -> RankState:
-    """What `rank_state_dict`, or the fork's own optimizer, gave for this rank."""
+    """The state that `rank_state_dict` or the fork's own optimizer has saved for this rank."""
     missing = missing_in(entry)
     if missing:
         raise CheckpointError(
-            f"{_WHAT} is without {', '.join(missing)}, and must be a rank's own. Load one that a "
-            "distributed optimizer of this fork wrote, or write --no-load-optim."
+            f"{_WHAT} in the checkpoint has no {', '.join(missing)}, so it is not the state of one "
+            "rank. Load a checkpoint that a distributed optimizer of this fork wrote, or write "
+            "--no-load-optim."
         )
     named = named_shards(entry)
     if named is None:
@@ -432,7 +433,8 @@ def open_rank_state(fork: ForkModel, entry: Mapping[str, Any]) -> RankState:
     unknown = next((name for name in named if name not in name_of), None)
     if unknown is not None:
         raise CheckpointError(
-            f"{_WHAT} holds {unknown!r}, which is no param of the run. {_REMEDY}."
+            f"{_WHAT} in the checkpoint has the param {unknown!r}, which this run does not train. "
+            f"{_REMEDY}."
         )
     has_begun = any(shard.tensors.keys() - {MAIN} for shard in named.values())
     step = _step_of(fork, saved, has_begun=has_begun)
@@ -446,10 +448,10 @@ def _opened(
     spans: Mapping[str, Span],
     entry: Mapping[str, Any],
 ) -> RankState:
-    """The state in an entry that names no params.
+    """The state in an entry without param names.
 
-    `expected` says by number of the group what it must hold of its params, in its order, and
-    `spans` which elements of each.
+    `expected` has, by number of the group, the params that the entry must hold, in its order, and
+    `spans` the elements of each.
     """
     matched = match_groups([fork.param_groups[number] for number in expected], state.groups)
     groups: dict[int, Mapping[str, Any]] = {}
@@ -483,8 +485,8 @@ def _rank_state(
 
 @torch.no_grad()
 def save_gathered(fork: ForkModel, filename: str) -> None:
-    """Collective: gathers this pipeline stage and tensor-parallel slice on its first rank, which
-    writes the file."""
+    """Collective: gathers the state of this pipeline stage and tensor-parallel slice on its first
+    data-parallel rank, which writes the file."""
     sharded, data = fork.sharded, fork.start.data
     kept = {
         flat: {MAIN: flat.main.detach(), **moments_of(sharded.inner, flat.main)}
@@ -521,8 +523,8 @@ def save_gathered(fork: ForkModel, filename: str) -> None:
 
 
 def _carrier(group: Group, buffer: GradBuffer) -> tuple[Group, torch.device]:
-    """Who moves the parts: the group, or the fork's gloo group of the same ranks, which needs no
-    device memory."""
+    """The group and device with which the parts are gathered: if possible the fork's gloo group of
+    the same ranks, which needs no device memory."""
     cpu = torch.device("cpu")
     if "gloo" in group.backend or group.size == 1:
         return group, cpu
@@ -533,10 +535,10 @@ def _carrier(group: Group, buffer: GradBuffer) -> tuple[Group, torch.device]:
 
 
 def open_gathered(fork: ForkModel, filename: str, head_step: int | None) -> RankState:
-    """What a gathered file has; every rank reads it.
+    """The state in a gathered file, which every rank reads.
 
-    `head_step` is the update count that came with `load_state_dict`, as did the param groups and
-    the loss scale.
+    `head_step` is the update count from `load_state_dict`, which has also loaded the param groups
+    and the loss scale.
     """
     origin = Origin(f"The optimizer file {filename}", _OF_OTHER_SAVE)
     file = GatheredFile(load_file(Path(filename)), origin)
@@ -544,7 +546,7 @@ def open_gathered(fork: ForkModel, filename: str, head_step: int | None) -> Rank
     for plan in (buffer.plan for buffer in fork.grad_buffers):
         if plan.is_ours:
             raise CheckpointError(
-                f"{origin.what} is without experts, and must hold every param of the model. "
+                f"{origin.what} has no state of experts, but the model has experts. "
                 f"{origin.remedy}."
             )
         for group in fork.sharded.plan.groups:

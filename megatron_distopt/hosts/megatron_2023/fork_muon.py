@@ -1,4 +1,4 @@
-"""Muon in a fork of 2023: of which matrices the weights of its layers consist."""
+"""Muon in a fork of 2023: the matrices in the weights of its layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from megatron_distopt.optimizer.owners.sharded_muon import Matrices
 def muon_matrices(
     base: Optimizer, request: MuonRequest, buffers: Sequence[BufferPlan], args: Any
 ) -> tuple[Matrices, list[dict[str, Any]]]:
-    """The matrices of this rank that Muon updates, and the fork's param groups, cut in two."""
+    """The matrices of this rank that Muon updates, and the fork's param groups, split between Muon
+    and Adam."""
     fused = _fused_weights(args)
     group_of = {name: plan.group for plan in buffers for name in plan.params}
     params = {name: param for plan in buffers for name, param in plan.params.items()}
@@ -42,12 +43,12 @@ def muon_matrices(
 
 
 def _fused_weights(args: Any) -> FusedWeights:
-    """Of what a fork's fused weights consist.
+    """The parts of a fork's fused weights.
 
     Source: `ParallelAttention` and `ParallelMLP` of Megatron-LM 23.04 to 23.08 and
     Megatron-DeepSpeed.
     """
-    # of a head
+    # rows of a head
     width = getattr(args, "kv_channels", None) or args.hidden_size // args.num_attention_heads
     num_kv_heads = args.num_attention_heads
     if getattr(args, "group_query_attention", True):

@@ -1,7 +1,7 @@
 """How our optimizer gets into the forks of 2023: the fork's own `get_megatron_optimizer` runs.
 
-Its param groups, its base optimizer and its grad scaler stay. Only the class that it builds is
-ours, and only while it runs.
+Its param groups, base optimizer and grad scaler are used. Only the class that it builds is replaced
+by ours, and only while it runs.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from megatron_distopt.patch_points import substituted
 
 
 def build(original: Callable[..., Any], options: DistOptConfig, *args: Any, **kwargs: Any) -> Any:
-    """Collective: `original`, with our class in place of the fork's where its arguments ask for a
-    distributed one.
+    """Collective: calls `original`. If the fork's flag is set, it builds our class in place of the
+    fork's.
 
     Raises:
         ConfigError, HostError, LayoutError, RanksDisagreeError: on all ranks, before training.
@@ -49,7 +49,7 @@ def build(original: Callable[..., Any], options: DistOptConfig, *args: Any, **kw
 
     raise_together(check, Group.of())
     names: dict[str, Any] = {CLASS: partial(_construct, original.__globals__[CLASS], options)}
-    # A branch of the fork's function uses modules without importing them.
+    # The fork's function uses modules that it forgot to import.
     names |= {
         name: import_module(name) for name in MISSING_IMPORTS if name not in original.__globals__
     }
@@ -57,8 +57,8 @@ def build(original: Callable[..., Any], options: DistOptConfig, *args: Any, **kw
         optimizer = original(*args, **kwargs)
     if not isinstance(optimizer, DistributedOptimizer):
         raise HostError(
-            f"{PATCH_POINT} built {type(optimizer).__name__}. It has to build its {CLASS} where "
-            f"{FLAG} is set. Use a fork that docs/hosts.md lists."
+            f"{PATCH_POINT} built a {type(optimizer).__name__}, but with {FLAG} it must build its "
+            f"{CLASS}. Use a fork that docs/hosts.md lists."
         )
     protect_script(optimizer, SCRIPT, host_args, optimizer.sharded.device)
     return optimizer
@@ -70,13 +70,13 @@ def _check_class(original: Callable[..., Any]) -> None:
     )
     if CLASS not in original.__globals__:
         raise HostMismatchError(
-            f"The module of {PATCH_POINT} has no {CLASS}, which it has to build. {remedy}."
+            f"The module of {PATCH_POINT} has no class {CLASS}, which is to be replaced. {remedy}."
         )
     found = inspect.signature(original.__globals__[CLASS]).parameters
     needed = {name for name, each in found.items() if each.default is inspect.Parameter.empty}
     if not needed <= set(CLASS_PARAMETERS) <= found.keys():
         raise HostMismatchError(
-            f"The constructor of {CLASS} takes ({', '.join(found)}). It has to take "
+            f"The constructor of {CLASS} takes ({', '.join(found)}), but it must take "
             f"{', '.join(CLASS_PARAMETERS)}. {remedy}."
         )
 
@@ -84,11 +84,11 @@ def _check_class(original: Callable[..., Any]) -> None:
 def _construct(
     host_class: type, options: DistOptConfig, *args: Any, **kwargs: Any
 ) -> DistributedOptimizer:
-    """The fork may give its arguments in any order that its own signature allows, and more than we
-    know."""
+    """Builds our class from the arguments that the fork gives to its own. Refuses arguments that we
+    do not know, unless they have their default."""
     signature = inspect.signature(host_class)
     bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()  # the fork may leave out what it has a default for
+    bound.apply_defaults()  # the fork may leave out arguments that have defaults
     given = dict(bound.arguments)
     known = {name: given.pop(name) for name in CLASS_PARAMETERS}
     unlike = {
@@ -97,7 +97,7 @@ def _construct(
     if unlike:
         names = ", ".join(f"{name}={value!r}" for name, value in unlike.items())
         raise HostMismatchError(
-            f"Unknown arguments of {CLASS}: {names}. It takes {', '.join(CLASS_PARAMETERS)} alone. "
-            "Leave the fork's option behind it off."
+            f"The fork builds its {CLASS} with {names}, which megatron_distopt does not know; it "
+            f"knows {', '.join(CLASS_PARAMETERS)}. Leave the fork's option for it off."
         )
     return DistributedOptimizer(**known, options=options)

@@ -1,4 +1,4 @@
-"""A fork's model as our optimizer trains it: compared over ranks, and in its buffers."""
+"""A fork's model in our buffers, after its ranks were compared."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ from megatron_distopt.session.announce import announce
 
 
 class ForkModel(HostState):
-    """Collective: a fork's model in our buffers, with the sharded step over it.
+    """Collective: a fork's model in our buffers, with its sharded optimizer.
 
     Args:
-        start: what was decided; its ranks are compared before anything is moved.
+        start: the plan; it is compared over ranks before anything is moved.
         models: chunks, wrapped by the fork's local DistributedDataParallel.
         grad_scaler: the fork's, or None.
         host_is_torchs: whether the fork's base optimizer is a class of torch.
@@ -71,8 +71,8 @@ class ForkModel(HostState):
         self.sharded = ShardedOptimizer(sharded, start.plan)
         self.optimizers = [self.sharded]
         self.communication = Communication(start, self.grad_buffers, models)
-        #: What the fork's own optimizer keeps in its param groups, for checkpoints that the fork
-        #: reads.
+        #: The options in the param groups of the fork's own optimizer, for checkpoints that the
+        #: fork reads.
         self.host_groups = [
             {k: v for k, v in group.items() if k != "params"} for group in start.host_groups
         ]
@@ -92,13 +92,13 @@ class ForkModel(HostState):
         if not self.gathers_state:
             own, named = (
                 "the fork's own",
-                "named shards, which the fork reads after convert --to per-rank",
+                "named shards, which the fork can read after convert --to per-rank",
             )
             files = f"per-rank files, {own if self.has_forks_buckets else named}"
         elif self.sharded.config.checkpoint_format == "gathered":
-            files = "gathered file, state gathered into one file"
+            files = "gathered file, with the optimizer state"
         else:
-            files = "gathered file, a folder that loads at any size"
+            files = "gathered file, with the optimizer state in a folder that loads at any size"
         sharded = sharded_over(self.start.device, self.start.data, self.start.how)
         groups = f"groups     {self.everyone.size} ranks, {sharded}"
         more = (groups, f"overlap    {self.start.overlap}", f"files      {files}")
@@ -107,13 +107,12 @@ class ForkModel(HostState):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Of the inner optimizer."""
+        """The param groups of the inner optimizer."""
         return self.sharded.inner.param_groups
 
     @property
     def gathers_state(self) -> bool:
-        """Gathered file rather than per-rank files: whether the fork keeps optimizer state in one
-        gathered file."""
+        """Whether the fork saves optimizer state in a gathered file and not in per-rank files."""
         return hasattr(HostDistributedOptimizer, GATHERS_STATE)
 
     @property
@@ -123,12 +122,12 @@ class ForkModel(HostState):
         return all(buffer.plan.is_in_place for buffer in self.grad_buffers)
 
     def check_weights(self) -> None:
-        """Refuses weights that changed under main params that go with them."""
+        """Refuses changed weights whose main params are stored as remainders of them."""
         if not self.may_be_stale:
             self.written.check()
 
     def reload_main_params(self) -> None:
-        """Refreshes the main params that do not round to the model params any more."""
+        """Copies model params into the main params that no longer round to them."""
         for param in params_that_left(self.placed_params):
             param.bring_back(with_values=True)
         self.sharded.follow_model()
@@ -137,7 +136,7 @@ class ForkModel(HostState):
     # --- what a session asks for
 
     def whole(self) -> WholeModel:
-        """By attributes of the params, the fork's groups and its arguments."""
+        """From attributes of the params, the fork's groups and its arguments."""
         self.sharded.check_has_params("save or load")
         named, plan = self.start.named, self.start.plan
         tensor = (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size())
@@ -183,8 +182,8 @@ class ForkModel(HostState):
 class Communication:
     """The reduce-scatter of grads and the all-gather of params.
 
-    Experts are owned by other ranks than the dense params. Their communication is never overlapped,
-    so that ranks which share some groups and not others cannot wait for each other in different
+    Experts are sharded over other groups than the dense params. Their communication is never
+    overlapped, because ranks that share only some groups could wait for each other in different
     ones.
     """
 
@@ -213,30 +212,30 @@ class Communication:
         self.params = ParamGather(self._communicator, models)
         self.params.add(named)
         self._nodes: list[object] = []
-        #: Within it, the fork may change gradients after backward; from then on these are reduced
-        #: afterwards.
+        #: The context in which the fork changes gradients after backward. Gradients that it changes
+        #: are from then on reduced after it.
         self.watch: AbstractContextManager[object] = nullcontext()
         if self._communicator.overlaps_grads:
             self._nodes = tell_of_grads(trained, self._communicator.grad_arrived)
             self.watch = Watch(main_grads(trained), self._communicator.defer)
 
     def reduce(self) -> None:
-        """Collective: every rank has the sums of its shards afterwards."""
+        """Collective: sums the gradients, so that every rank has the sums in its shards."""
         self._communicator.finish_grads()
-        # Experts too are averaged over all ranks whose tokens they saw: those of the dense params.
+        # Experts are averaged over the ranks of dense params, too: they saw the tokens of all.
         for buffer in self._experts:
             reduce_grads(buffer.sharded[0], buffer.plan.group, self._how)
         self.params.finish()
 
     def gather(self) -> None:
-        """Collective: every rank has the new params afterwards, or when it reads them."""
+        """Collective: gathers the new params on every rank. With overlap, a read waits for them."""
         for buffer in self._experts:
             for sharded in buffer.sharded:
                 gather_params(sharded, buffer.plan.group)
         self.params.gather()
 
     def drop(self) -> None:
-        """Zeroes the gradients that the fork does not zero; collective where backward ran and no
+        """Zeroes the gradients that the fork does not zero. Collective after a backward that no
         step followed."""
         if self._communicator.has_arrived:
             self._communicator.finish_grads()

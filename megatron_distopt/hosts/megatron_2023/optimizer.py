@@ -1,7 +1,7 @@
 """The optimizer of the forks of 2023.
 
-The class is a subclass of the fork's own, whose reductions over tensor- and pipeline-parallel
-groups it uses. It does not run the fork's constructor, which knows CUDA tensors by name.
+The class is a subclass of the fork's own, and uses its reductions over tensor- and
+pipeline-parallel groups. It does not run the fork's constructor, which works only on CUDA.
 """
 
 from __future__ import annotations
@@ -44,15 +44,16 @@ class DistributedOptimizer(SessionCalls, HostDistributedOptimizer):
 
     Args:
         optimizer: the fork's base optimizer over model params; only its class, hyperparameters and
-            groups are taken.
+            groups are used.
         clip_grad: largest gradient norm; 0 for no clipping.
         log_num_zeros_in_grad: count zeros at every step.
-        params_have_main_grad: kept for the fork; always so with contiguous buffers.
+        params_have_main_grad: kept for the fork; always True with contiguous buffers.
         use_contiguous_buffers_in_local_ddp: must be set.
         fp16, bf16, params_dtype: kept for the fork; every param keeps its own dtype.
         grad_scaler: the fork's, or None.
         models: chunks, wrapped by the fork's local DistributedDataParallel.
-        options: ours; None for what the fork's arguments and MEGATRON_DISTOPT_* variables say.
+        options: the options of this package; None for those of the fork's arguments and
+            MEGATRON_DISTOPT_* variables.
 
     Raises:
         ConfigError, HostError, LayoutError, RanksDisagreeError: on all ranks, before anything is
@@ -81,7 +82,7 @@ class DistributedOptimizer(SessionCalls, HostDistributedOptimizer):
             ),
             everyone,
         )
-        # Ranks try collectives with these options; the rest of what is compared is not known yet.
+        # The collectives are tried with these options. Everything else is compared later.
         compare([Field("options", decided.plan.config.described())], everyone)
         groups = [decided.data, *(buffer.group for buffer in decided.buffers)]
         dtypes = {
@@ -112,8 +113,8 @@ class DistributedOptimizer(SessionCalls, HostDistributedOptimizer):
         average_evaluation([self], EVALUATE_POINT)
 
     def _params_changed_after_backward(self, start: Start) -> frozenset[str]:
-        """Collective: to whose gradients the fork adds after backward, tried on zeros where any
-        rank has buckets."""
+        """Collective: the params to whose gradients the fork adds after backward. Found by a trial
+        on zeros, if any rank has buckets."""
         if not any(exchange(start.overlap.bucket_size is not None, self.stats_group)):
             return frozenset()
         found: set[str] = set()
@@ -128,8 +129,8 @@ class DistributedOptimizer(SessionCalls, HostDistributedOptimizer):
 
     @_disable_dynamo
     def reduce_model_grads(self, args: Any, timers: Any) -> None:
-        """Collective: the model-parallel sums, then the reduce-scatter; what is averaged is
-        averaged in `step`."""
+        """Collective: the model-parallel sums, then the reduce-scatter. The average is taken in
+        `step`."""
         self.fork.used_grads.look()
         with self.fork.communication.watch:
             add_up_over_model_ranks(self, args, timers)
@@ -139,25 +140,25 @@ class DistributedOptimizer(SessionCalls, HostDistributedOptimizer):
     @_disable_dynamo
     @torch.no_grad()
     def step(self, args: Any = None, timers: Any = None) -> tuple[bool, float | None, int | None]:
-        """Collective: measures, decides, updates and rounds into this rank's shards; after
-        `reduce_model_grads`.
+        """Collective: measures the gradients, decides, updates this rank's shards and rounds them.
+        Called after `reduce_model_grads`.
 
         Returns:
             (True, gradient norm, zeros or None); the norm is None without clipping. (False, None,
-            None) where the step was skipped.
+            None) if the step was skipped. With a deferred check (`ShardedOptimizer.defers_check`)
+            norm and zeros are 0-D tensors.
 
         Raises:
-            NonFiniteGradError: on all ranks, where a gradient is not finite and the policy is
-                "raise"; one step later where the check is deferred, see
-                `ShardedOptimizer.defers_check`. Norm and zeros are then 0-D tensors.
-            LayoutError, RanksDisagreeError: on all ranks, where params, grads or groups are not as
-                they have to be on one of them; deferred as well.
-            HostError: it was given a closure.
+            NonFiniteGradError: on all ranks, if a gradient is not finite and `nonfinite` is
+                "raise"; one step later with a deferred check.
+            LayoutError, RanksDisagreeError: on all ranks, if params, grads or groups of one rank
+                cannot be used; also deferred.
+            HostError: if it was called with a closure.
         """
         if callable(args):
             raise HostError(
-                "step was given a closure, and takes the fork's arguments and timers. Compute the "
-                "loss before it, and call step(args, timers)."
+                "step was called with a closure, but it takes the fork's arguments and timers. "
+                "Compute the loss before, and call step(args, timers)."
             )
         step = ForkStep(
             fork=self.fork,
@@ -179,17 +180,16 @@ class DistributedOptimizer(SessionCalls, HostDistributedOptimizer):
     @_disable_dynamo
     @torch.no_grad()
     def gather_model_params(self, args: Any = None, timers: Any = None) -> None:
-        """Collective: every rank gets the new params."""
+        """Collective: gathers the new params on every rank."""
         with timed(timers, args, "params-all-gather"):
             self.fork.communication.gather()
         self.fork.used_grads.mark()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops `param.grad`, or zeroes it. The fork zeroes its own grad buffers; the others are
+        """Drops `param.grad`, or zeroes it. The fork zeroes its own grad buffers; other buffers are
         zeroed here.
 
-        Collective where the reduce-scatter overlaps with backward, backward ran and no step
-        followed.
+        With an overlapped reduce-scatter it is collective after a backward that no step followed.
         """
         clear_grads(self.fork.start.named.values(), set_to_none=set_to_none)
         self.fork.communication.drop()
@@ -199,15 +199,16 @@ class DistributedOptimizer(SessionCalls, HostDistributedOptimizer):
         return self.sharded.loss_scale.scale
 
     def get_model_parallel_group(self) -> None:
-        """None: statistics are added up over all ranks."""
+        """None, because statistics are summed over all ranks."""
 
     def clip_grad_norm(self, *_: Any) -> NoReturn:
-        """Refused, as are other parts of the fork's own step, which no fork calls by themselves."""
+        """Raises, as do the other parts of the fork's own step: no fork calls them outside of
+        it."""
         raise AccessError(
-            "A part of the fork's own step was called (clip_grad_norm, count_zeros, "
-            "get_main_grads_for_grad_norm or get_model_param_range_map), whose tensors this "
-            "optimizer does not have. Call step(args, timers), which clips by --clip-grad and "
-            "returns the gradient norm, and with --log-num-zeros-in-grad the zeros."
+            "A part of the fork's own step was called: clip_grad_norm, count_zeros, "
+            "get_main_grads_for_grad_norm or get_model_param_range_map. This optimizer does not "
+            "have the tensors for it. Call step(args, timers), which clips by --clip-grad and "
+            "returns the gradient norm, and with --log-num-zeros-in-grad the number of zeros."
         )
 
     count_zeros = get_main_grads_for_grad_norm = get_model_param_range_map = clip_grad_norm
@@ -215,47 +216,48 @@ class DistributedOptimizer(SessionCalls, HostDistributedOptimizer):
     # --- its calls about params and state
 
     def finish_param_gather(self) -> None:
-        """With --distopt-overlap-param-gather: until all params are there; until no snapshot reads
-        the state.
+        """Waits until all params are gathered and no snapshot reads the state.
 
-        To be called before code outside of a forward pass reads or changes them. The model's
-        `state_dict()` and the calls of this optimizer do it by themselves.
+        With --distopt-overlap-param-gather, call it before code outside of a forward pass reads or
+        changes params. The model's `state_dict()` and the calls of this optimizer do it by
+        themselves.
         """
         self.session.wait_for_snapshot()
         self.fork.communication.params.finish()
 
     def reload_model_params(self) -> None:
-        """Refreshes the main params after the model params were changed.
+        """Copies model params that were changed into the main params.
 
-        One child calls it after every resume; main params that still round to the model's are more
-        precise and stay.
+        One fork calls it after every resume. Main params that still round to the model params are
+        more precise and stay.
         """
         self.sharded.check_has_params("reload_model_params")
         self.finish_param_gather()
         self.fork.reload_main_params()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a gathered file lacks; with per-rank files all of this rank's state."""
+        """The state that a gathered file does not have. In a fork with per-rank files, all of this
+        rank's state."""
         self.finish_param_gather()
         return self._checkpoints.state_dict()
 
     @on_all_ranks
     def load_state_dict(self, state_dict: Mapping[str, Any], *unused: Any) -> None:
-        """Collective: takes `state_dict()`, also of the fork's own optimizers, back; one child
-        gives the iteration too.
+        """Collective: loads a `state_dict()` of this optimizer or of the fork's own.
 
-        With a gathered file `load_parameter_state` has to follow.
+        With a gathered file `load_parameter_state` has to follow. One fork gives the iteration as
+        well, which is not used.
 
         Raises:
             CheckpointError: on a rank that cannot take its state; nothing is changed on any rank
                 then.
-            RanksDisagreeError: on the others, with that rank's text.
+            RanksDisagreeError: on the other ranks, with that rank's text.
         """
         self._checkpoints.load_state_dict(state_dict)
 
     @on_all_ranks
     def save_parameter_state(self, filename: str) -> None:
-        """Collective: writes the tensors; nothing where the fork was told --no-save-optim.
+        """Collective: writes the tensors, unless --no-save-optim is set.
 
         Every tensor- and pipeline-parallel rank has a folder of its own for its file.
 
@@ -269,6 +271,6 @@ class DistributedOptimizer(SessionCalls, HostDistributedOptimizer):
 
     @on_all_ranks
     def load_parameter_state(self, filename: str) -> None:
-        """Collective: reads what is there, ours or the fork's, at any data-parallel size; after
+        """Collective: reads our folder or the fork's file, at any data-parallel size. Called after
         `load_state_dict`."""
         self._checkpoints.load(filename)

@@ -1,5 +1,4 @@
-"""Everything that this rank decides by itself, before the first byte is moved; also which
-communication is overlapped.
+"""The plan that a rank makes before anything is moved, including which communication is overlapped.
 
 The fork's own DistributedDataParallel has neither overlap nor buckets.
 """
@@ -51,9 +50,9 @@ class OverlapPlan:
 
     grads: bool  # with backward
     params: bool  # with the next forward pass
-    # from elements of a buffer to those of a bucket; None for one bucket
+    # takes the elements of a buffer and returns those of a bucket; None for one bucket
     bucket_size: Callable[[int], int] | None
-    why_not: str = ""  # the reason why grads are not overlapped, for the start-up block
+    why_not: str = ""  # why grads are not overlapped, for the start-up block
 
     def __str__(self) -> str:
         grads = "overlapped with backward" if self.grads else f"after backward ({self.why_not})"
@@ -65,7 +64,7 @@ class OverlapPlan:
 
 @dataclass(frozen=True)
 class Start:
-    """What was decided."""
+    """The plan."""
 
     named: Mapping[str, Parameter]  # params that are updated, by name
     buffers: tuple[BufferPlan, ...]  # in the order in which every rank reduces them
@@ -74,20 +73,20 @@ class Start:
     plan: StepPlan
     # fp16 grads are divided before they are added up; others are averaged in the step
     how: Reduction
-    host_groups: Sequence[Mapping[str, Any]]  # what a file of the fork has of each param group
+    host_groups: Sequence[Mapping[str, Any]]  # the param groups as the fork's files have them
     overlap: OverlapPlan = OverlapPlan(grads=False, params=False, bucket_size=None)
 
     def overlapping(self) -> Start:
-        """The same with the decision about overlap; after the ranks of `data` have communicated
-        once."""
+        """The same plan with the decision about overlap. Called after the ranks of `data` have
+        communicated once."""
         overlap = _plan_overlap(self.plan.config, self.data, self.buffers, self.device, get_args())
         return dataclasses.replace(self, overlap=overlap)
 
     def in_buckets(self, late: Collection[str]) -> Start:
-        """The same with buffers cut into buckets, where that was decided.
+        """The same plan with buffers cut into buckets, if that was decided.
 
-        `late` params, to whose gradients the fork adds after backward, get buckets of their own, at
-        the end.
+        The fork adds to the gradients of `late` params after backward, so they get buckets of their
+        own at the end.
         """
         buffers = tuple(_in_buckets(buffer, self.overlap, late) for buffer in self.buffers)
         return dataclasses.replace(self, buffers=buffers)
@@ -101,7 +100,7 @@ def plan_start(
     models: Sequence[Module],
     options: DistOptConfig | None,
 ) -> Start:
-    """Looks at everything and moves nothing; the arguments are those of the optimizer's
+    """Checks everything and moves nothing. The arguments are those of the optimizer's
     constructor."""
     args = get_args()
     check_flags(args)
@@ -123,12 +122,12 @@ def plan_start(
         check_compatible(config, {Feature.PER_RANK_FILES: "per-rank files"})
     if choice.updates_whole_params and not gathers_state:
         raise ConfigError(
-            f"{choice.name} updates whole params, for whose state the per-rank files of this "
-            "fork have no place. Write --optimizer adam or sgd, or --distopt-optimizer muon; or "
-            "use a fork that gathers its state, as of Megatron-LM 23.06 and in Megatron-DeepSpeed."
+            f"{choice.name} updates whole params, but the per-rank files of this fork cannot hold "
+            "its state. Write --optimizer adam or sgd, or --distopt-optimizer muon. Or use a fork "
+            "with a gathered file, such as Megatron-LM 23.06 or newer or Megatron-DeepSpeed."
         )
     layouts = []
-    for buffer in buffers:  # one may hold fp32 params as well, whose state stays on the device
+    for buffer in buffers:  # the state of fp32 params in a buffer stays on the device
         short = {param.dtype for param in buffer.params.values()} - {torch.float32}
         layouts.append((buffer.layout, next(iter(short), torch.float32)))
     check_offload(layouts, config, device, choice)
@@ -140,8 +139,7 @@ def plan_start(
         loss_scale=loss_scale_of(grad_scaler, device),
         stats_group=Group.of,
         average_over=data.size // divide_by,
-        # The fork marks shared and duplicated params itself, see the note of that name in
-        # optimizer/grad_norm.py.
+        # The fork itself marks shared and duplicated params, see optimizer/grad_norm.py.
         excluded_from_norm=lambda name: (
             not param_is_not_shared(named[name])
             or not tensor_parallel.param_is_not_tensor_parallel_duplicate(named[name])
@@ -161,8 +159,8 @@ def _choose(
     named: Mapping[str, Parameter],
     buffers: Sequence[BufferPlan],
 ) -> tuple[InnerChoice, Sequence[Mapping[str, Any]]]:
-    """The inner optimizer and its param groups; of Muon for matrices of layers, with an Adam beside
-    it."""
+    """The inner optimizer and its param groups. With Muon, an Adam updates the params that are not
+    matrices of layers."""
     group_of = {name: plan.group for plan in buffers for name in plan.params}
     if config.optimizer != MUON:
         trained = TrainedParams.of(named, group_of.__getitem__)
@@ -175,7 +173,7 @@ def _choose(
 
 
 def num_microbatches_of() -> Callable[[], int] | None:
-    """The fork's function for the number of microbatches of a step; None where it has none."""
+    """The fork's function for the number of microbatches of a step; None if it has none."""
     for name in ("megatron", "megatron.global_vars"):
         count: Callable[[], int] | None = getattr(import_module(name), "get_num_microbatches", None)
         if count is not None:
@@ -190,8 +188,8 @@ def _plan_overlap(
     device: torch.device,
     args: object,
 ) -> OverlapPlan:
-    """Decides by the options and by what this fork allows; each of the buffers is one bucket, as
-    the fork has them."""
+    """Decides which communication is overlapped, from the options and from what the fork allows.
+    Each of `buffers` is one bucket, as the fork has them."""
     check_bucket_size(config, data.size, "--distopt-bucket-size 40000000")
     params = config.overlap_param_gather and data.size > 1
     features: dict[Feature, str] = {}
@@ -222,37 +220,37 @@ def _plan_overlap(
 def _why_not(
     config: DistOptConfig, data: Group, device: torch.device, args: object, *, is_one_bucket: bool
 ) -> str:
-    """The reason why overlapping grads with backward is not safe or gains nothing; empty where it
-    does gain."""
+    """Why overlapping grads with backward is not safe or gains nothing; empty if it is safe and
+    gains."""
     if num_microbatches_of() is None:
         if config.overlap_grad_reduce:
             raise ConfigError(
-                "The number of microbatches is unknown, because the fork has no "
-                "get_num_microbatches. It is needed where grads are overlapped with backward. "
-                "Write --distopt-overlap-grad-reduce no, or give the fork that function."
+                "overlap_grad_reduce needs the number of microbatches, but the fork has no "
+                "get_num_microbatches. Write --distopt-overlap-grad-reduce no, or add that "
+                "function to the fork."
             )
         return "the number of microbatches is unknown"
     reasons = {
         "asked for": config.overlap_grad_reduce is False,
-        "the fork's file is asked for": config.checkpoint_format == "gathered",
+        "checkpoint_format is gathered": config.checkpoint_format == "gathered",
         "one data-parallel rank": data.size == 1,
-        "gradients are added up by a kernel of the fork": bool(
+        "a kernel of the fork adds gradients up": bool(
             getattr(args, "gradient_accumulation_fusion", False)
         ),
         "all grads fit into one bucket": is_one_bucket,
-        # Copies that the processors make while they compute are not hidden, and cost more than
-        # copies afterwards.
+        # The CPU would copy while it computes, which hides nothing and costs more than copying
+        # afterwards.
         "its ranks share memory": shares_memory(device, data),
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
 
 
 def _in_buckets(plan: BufferPlan, overlap: OverlapPlan, late: Collection[str]) -> BufferPlan:
-    """Cuts a buffer of one bucket into buckets; params keep the fork's order, which is roughly that
-    of backward."""
+    """Cuts a buffer of one bucket into buckets. Params keep the fork's order, which is roughly the
+    order of backward."""
     if overlap.bucket_size is None or plan.is_ours:
         return plan
-    # Experts have a place in the fork's buffer and a buffer of their own.
+    # Experts, which also have a place in the fork's buffer, are in a buffer of their own.
     slots = [slot for slot in plan.layout.slots if slot.name in plan.params]
     specs = [ParamSpec(slot.name, slot.in_buffer.numel) for slot in slots]
     layout = lay_out(

@@ -32,12 +32,11 @@ from megatron_distopt.optimizer.step import (
 
 
 def add_up_over_model_ranks(optimizer: Any, args: Any, timers: Any) -> None:
-    """Collective: what tensor- and pipeline-parallel ranks hold twice, by the methods of the fork's
-    optimizer."""
+    """Collective: sums the gradients of params that several tensor- or pipeline-parallel ranks
+    hold, with the methods of the fork's optimizer."""
     with timed(timers, args, "layernorm-grads-all-reduce"):
         optimizer.allreduce_layernorm_grads(args)
-        # One child has multi-query attention; its method relies on its callers to ask whether it
-        # is to be called.
+        # One fork has multi-query attention. The caller has to check whether its method applies.
         is_multi_query = getattr(args, "attention_head_type", None) == "multiquery"
         is_partial = (
             getattr(args, "sequence_parallel", False)
@@ -57,8 +56,9 @@ class ForkStep(HostStep):
     protection: Protection | None
 
     def follow_user(self) -> None:
-        """Some forks load weights without telling a bf16 optimizer; it must not undo that at the
-        first step. Afterwards the main params count, as with the fork's own optimizer."""
+        """Follows what the user did. Some forks load weights without reloading the main params of a
+        bf16 optimizer, so the first step takes changed weights over. In later steps the main params
+        win, as with the fork's own optimizer."""
         fork = self.fork
         if self.protection is not None:
             self.protection.wait_for_copy()
@@ -85,5 +85,5 @@ class ForkStep(HostStep):
         self.fork.written.forget()
 
     def end(self, decisions: Sequence[StepDecision]) -> None:
-        if decisions[0].action is StepAction.SKIP:  # the fork does not gather then
+        if decisions[0].action is StepAction.SKIP:  # the fork does not call gather_model_params
             self.fork.used_grads.mark()

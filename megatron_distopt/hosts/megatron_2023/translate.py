@@ -43,10 +43,11 @@ def merge_config(
 def with_host_flags(
     config: DistOptConfig, base: Optimizer, args: object, device_type: str
 ) -> DistOptConfig:
-    """Adds what the fork's base optimizer and its flags say about Adam and where it runs, unless
-    the options do.
+    """Adds what the fork's base optimizer and flags say about Adam and where it runs. Options that
+    were given explicitly win.
 
-    --cpu-optimizer means all state on the host; on a CPU it names an implementation.
+    --cpu-optimizer means all state on the host. If the params are on the CPU, it names an
+    implementation.
     """
     own: dict[str, Any] = {}
     on_host = getattr(args, "cpu_optimizer", False)
@@ -66,28 +67,28 @@ def with_host_flags(
 def check_model(
     chunks: Sequence[Any], named: Mapping[str, Parameter], config: DistOptConfig
 ) -> torch.device:
-    """Checks everything about the model that this rank can see by itself, and returns the device of
-    all params."""
+    """Checks everything about the model that one rank can check, and returns the device of all
+    params."""
     for chunk in chunks:
         if not hasattr(chunk, "_grad_buffers"):
             raise HostError(
-                f"A model chunk is a {type(chunk).__module__}.{type(chunk).__name__}. It has to be "
-                "wrapped by the fork's local DistributedDataParallel. Write --DDP-impl local."
+                f"A model chunk is a {type(chunk).__module__}.{type(chunk).__name__}, but it must "
+                "be wrapped in the fork's local DistributedDataParallel. Write --DDP-impl local."
             )
         if not chunk._grad_buffers:
             raise ConfigError(
-                "A model chunk is without contiguous buffers, which are sharded. Drop "
-                "--no-contiguous-buffers-in-local-ddp."
+                "A model chunk has no contiguous buffers, which the distributed optimizer needs. "
+                "Drop --no-contiguous-buffers-in-local-ddp."
             )
         if not getattr(chunk, "_grad_buffer_param_index_map", None):
             raise HostError(
-                "The grad buffers of a model chunk have no index map, which says where each param "
-                "lies in them. Use a fork of Megatron-LM 23.04 or later."
+                "A model chunk has no index map (_grad_buffer_param_index_map), which says where "
+                "each param lies in its grad buffers. Use a fork of Megatron-LM 23.04 or later."
             )
     if not named:
         raise LayoutError(
-            "The model has no trainable param on this rank, and needs at least 1. Call "
-            "param.requires_grad_(True)."
+            "The model has no trainable param on this rank, but it needs at least 1. Unfreeze one "
+            "with param.requires_grad_(True)."
         )
     check_dtypes(named, config)
     check_own_memory(named)
@@ -99,8 +100,8 @@ def check_model(
     for name, param in named.items():
         if param not in in_buffers:
             raise LayoutError(
-                f"The param {name!r} lies in no grad buffer of the fork's DistributedDataParallel. "
-                "Unfreeze params before wrapping, by param.requires_grad_(True)."
+                f"Param {name!r} is in no grad buffer of the fork's DistributedDataParallel. Call "
+                "param.requires_grad_(True) before the model is wrapped."
             )
     return check_devices(
         {param.device for param in named.values()}, find_accelerator(config.accelerator)

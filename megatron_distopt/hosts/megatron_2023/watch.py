@@ -1,6 +1,6 @@
-"""What happens to the memory of gradients, whichever code does it: a host's, the user's or torch's.
+"""Notices writes to the memory of gradients, by whatever code: the host's, the user's or torch's.
 
-`Watch` sees the operators that write to some tensors, `tell_of_grads` the gradients that a host
+`Watch` notices operators that write to given tensors. `tell_of_grads` notices gradients that a host
 adds up outside of `param.grad`.
 """
 
@@ -24,8 +24,8 @@ from megatron_distopt.hosts.watches.watched_params import addresses_of
 #: The namespace of operators that write to all tensors that they are given, whatever their schema
 #: says.
 _COLLECTIVES = "c10d"
-#: The hook of each param that tells of its gradient; not an attribute of the param, because a model
-#: may be pickled.
+#: The hook of each param that announces its gradient. Not an attribute of the param, because a
+#: model may be pickled.
 _hooks: MutableMapping[Parameter, RemovableHandle] = WeakIdKeyDictionary()
 
 
@@ -33,8 +33,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
     """While entered, calls `written` with the name of each watched tensor before an operator of
     torch writes to it.
 
-    What that raises ends the operation. Kernels that other packages call without torch's dispatcher
-    are not seen.
+    If `written` raises, the operator does not run. Kernels that other packages call without torch's
+    dispatcher are not noticed.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], written: Callable[[str], None]) -> None:
@@ -85,8 +85,8 @@ def _outputs_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
 
 
 def tell_of_grads(named: Mapping[str, Parameter], arrived: Callable[[str], None]) -> list[object]:
-    """Announces every gradient after the host has added it to its buffer; hooks live as long as
-    what is returned."""
+    """Announces every gradient after the host has added it to its buffer. The hooks live as long as
+    the returned objects."""
     nodes: list[object] = []
     for name, param in named.items():
         with torch.enable_grad():

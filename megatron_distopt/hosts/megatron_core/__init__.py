@@ -1,6 +1,5 @@
-"""megatron-core: its DistributedDataParallel keeps buffers and collectives, our optimizer takes the
-place of its own.
+"""megatron-core: our optimizer replaces the host's own. The host's DistributedDataParallel keeps
+its buffers and collectives.
 
-`facts` is data and imports nothing of the host; `adapter` builds; `optimizer` holds the classes
-that the host gets.
+`facts` is data and imports nothing of the host. `get_in` builds the classes in `optimizer`.
 """

@@ -1,13 +1,13 @@
-"""The buffers that megatron-core's DistributedDataParallel made, in our words.
+"""The buffers of megatron-core's DistributedDataParallel as `ShardedBuffer`.
 
-The host's layout is adopted as it is: its own collectives (reduce-scatter in backward, all-gather
-in forward) go on using it.
+The host's layout is adopted as it is, because the host's own collectives (reduce-scatter in
+backward, all-gather in forward) keep using it.
 
-[Note: buffers that move] Frameworks that generate between steps give a buffer other memory
-(`buffer.param_data.data = ...`) and cut params, gradients and buckets from it anew, as ROLL does.
-What flat params show has to follow at once: views of the old memory would keep it, and the next
-step would read gradients that are no more. So the two tensors of a buffer become a
-`FollowedBuffer`, which takes its views along.
+[Note: buffers that move] Frameworks that generate between steps, such as ROLL, give a buffer other
+memory (`buffer.param_data.data = ...`) and cut params, gradients and buckets from it again. The
+views in flat params have to follow at once. Otherwise they would keep the old memory alive, and the
+next step would read old gradients. So the two tensors of a buffer become a `FollowedBuffer`, whose
+views follow it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from megatron_distopt.optimizer.main_params import FlatParam
 
 
 def adopt_buffer(buffer: Any, name_of: Mapping[Parameter, str]) -> ShardedBuffer:
-    """One `_ParamAndGradBuffer` of the host: `param_index_map` {param: (start, stop, bucket)},
-    `buckets` and memory."""
+    """Adopts one `_ParamAndGradBuffer` of the host, with its `param_index_map`
+    {param: (start, stop, bucket)}, its `buckets` and its memory."""
     rank = buffer.data_parallel_group.rank()
     return ShardedBuffer(layout_of(buffer, name_of), rank, buffer.grad_data, buffer.param_data)
 
@@ -44,27 +44,28 @@ def chunks_of(optimizers: Iterable[Any]) -> list[Any]:
 def groups_by_name(
     named: Mapping[str, Parameter], buffers: Iterable[Any]
 ) -> Callable[[str], Group]:
-    """From the name of a param to the data-parallel ranks over which the host shards it."""
+    """Returns a function from a param's name to the ranks over which the host shards it."""
     group_of = {param: buffer.data_parallel_group for buffer in buffers for param in buffer.params}
     return lambda name: Group.of(group_of[named[name]])
 
 
 def layout_of(buffer: Any, name_of: Mapping[Parameter, str]) -> BufferLayout:
-    """The layout of one `_ParamAndGradBuffer`, where it can be adopted."""
+    """The layout of one `_ParamAndGradBuffer`. Refuses a layout that cannot be adopted."""
     for param, (start, _, bucket) in buffer.param_index_map.items():
         first = buffer.buckets[bucket].offset
         if start < first:
             raise LayoutError(
-                f"The param {name_of[param]!r} lies at {start}, before its bucket, which begins at "
-                f"{first}. Write --untie-embeddings-and-output-weights, or use megatron-core 0.13 "
-                "or later: until then it misplaces an embedding that pipeline stages share."
+                f"Param {name_of[param]!r} lies at {start}, before its bucket, which begins at "
+                f"{first}. megatron-core before 0.13 misplaces an embedding that pipeline stages "
+                "share. Write --untie-embeddings-and-output-weights, or use megatron-core 0.13 or "
+                "later."
             )
     slots = [
         ParamSlot(name_of[param], bucket, Span(start, stop))
         for param, (start, stop, bucket) in buffer.param_index_map.items()
     ]
     spans = [Span(0, bucket.grad_data.numel()).moved_by(bucket.offset) for bucket in buffer.buckets]
-    # The host's layer-wise layout has gaps between params, and counts params alone.
+    # The host's layer-wise layout has gaps between params, which its numel_unpadded leaves out.
     stops = {
         bucket: stop
         for _, stop, bucket in sorted(buffer.param_index_map.values(), key=lambda entry: entry[1])
@@ -79,30 +80,31 @@ def layout_of(buffer: Any, name_of: Mapping[Parameter, str]) -> BufferLayout:
 
 
 class FollowedBuffer(Tensor):
-    """A param or grad buffer of the host, 1-D, whose views go where it goes; see [Note: buffers
-    that move]."""
+    """A 1-D param or grad buffer of the host, whose views follow it to other memory; see [Note:
+    buffers that move]."""
 
     _views: Sequence[tuple[Tensor, slice]]  # each with the elements that it shows
     _moved: Callable[[], None]
-    is_back = True  # whether it has the elements that it had
+    is_back = True  # whether it has its elements, and is not emptied
     has_moved = False
 
-    # What is computed with it is a plain tensor.
+    # Results of operations on it are plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def of(
         cls, buffer: Tensor, views: Sequence[tuple[Tensor, slice]], moved: Callable[[], None]
     ) -> FollowedBuffer:
-        """The same memory; `moved` is called when it has got another one."""
+        """A FollowedBuffer in the memory of `buffer`, which calls `moved` when it gets other
+        memory."""
         made: FollowedBuffer = Tensor._make_subclass(cls, buffer.detach())
         made._views, made._moved = views, moved
         return made
 
     @property
     def data(self) -> Tensor:
-        """The buffer; while others have something else there, as a number for an emptied one, its
-        views are empty."""
+        """The buffer as a plain tensor. While other code has assigned a tensor of another shape or
+        dtype, to empty the buffer, its views are empty."""
         buffer: Tensor = _torchs_data.__get__(self)
         return buffer.as_subclass(Tensor)
 
@@ -133,7 +135,7 @@ def follow_buffers(
     flat_params: Sequence[FlatParam],
     chunks: Sequence[Any],
 ) -> None:
-    """Makes flat params follow the buffers of the host that they are in."""
+    """Makes flat params follow the buffers of the host in which they lie."""
     for buffer, ours in zip(buffers, adopted, strict=True):
         address = ours.param.data_ptr()
         members = [
@@ -154,7 +156,7 @@ def follow_buffers(
 
 
 def _forget_shards(chunks: Sequence[Any]) -> None:
-    """The host keeps views of what it sends."""
+    """Drops the views of shards that the host has cached for its collectives."""
     for group in (
         each
         for chunk in chunks
@@ -166,25 +168,26 @@ def _forget_shards(chunks: Sequence[Any]) -> None:
 
 
 def check_are_in(buffer: Any, named: Mapping[str, Parameter]) -> None:
-    """Refuses params and buckets that are not in their place in a buffer of the host, and a buffer
-    that is not there.
+    """Refuses an emptied buffer of the host, and params and buckets that are not in their place in
+    a buffer.
 
-    The host's own optimizer goes on updating the buffer, and such a param would never change again;
-    see [Note: params that have left]. Of a grad buffer that has moved the gradients of params are
-    looked at as well, unless the host has given them memory of their own.
+    An update is written to the buffer, so such a param would never change again; see [Note: params
+    that have left]. If a grad buffer has moved, the gradients of params are checked as well, except
+    those to which the host has given memory of their own.
     """
     for kind, whole in (("param", buffer.param_data), ("grad", buffer.grad_data)):
         if not whole.is_back:
             raise LayoutError(
-                f"A {kind} buffer was emptied (buffer.{kind}_data.data = ...). Call "
-                "buffer.reload_from_cpu(), or what your framework has to load it, before the step."
+                f"A {kind} buffer was emptied (buffer.{kind}_data.data = ...). Before the step, "
+                "call buffer.reload_from_cpu() or your framework's call that loads it again."
             )
         first, nbytes = whole.data_ptr(), whole.element_size()
         for number, bucket in enumerate(buffer.buckets):
             if getattr(bucket, f"{kind}_data").data_ptr() != first + bucket.offset * nbytes:
                 raise LayoutError(
-                    f"A {kind} buffer was given other memory (buffer.data = ...), and its bucket "
-                    f"{number} was not. Cut bucket.{kind}_data, params and main_grads from it anew."
+                    f"A {kind} buffer was given other memory (buffer.data = ...), but its bucket "
+                    f"{number} still has the old memory. Cut bucket.{kind}_data, params and "
+                    "main_grads from the buffer again."
                 )
         if kind == "param" or whole.has_moved:
             _check_params_are_in(buffer, kind, whole, named)
@@ -208,7 +211,7 @@ def _check_params_are_in(
         start, *_ = buffer.param_index_map[param]
         if tensor is None or tensor.data_ptr() != whole.data_ptr() + start * whole.element_size():
             raise LayoutError(
-                f"The {kind} {name!r} was given other memory ({where} = ..., or a conversion), and "
-                f"must stay in the host's {kind} buffer. Write {where}.copy_(...), or change the "
-                "model before it is wrapped."
+                f"The {kind} {name!r} was given other memory ({where} = ..., or a conversion), but "
+                f"it must stay in the host's {kind} buffer. Write {where}.copy_(...), or change "
+                "the model before it is wrapped."
             )

@@ -1,21 +1,21 @@
-"""What the host's checkpoint calls give it and take from it.
+"""The state that the host's checkpoint calls save and load.
 
-`save` and `load` are our own and need nothing of the host's. `save_parameter_state` and
-`load_parameter_state` are what its training loop calls for checkpoints of its first kind,
+`save` and `load` are our own and need nothing of the host. The host's training loop calls
+`save_parameter_state` and `load_parameter_state` for checkpoints in the format torch, and
 `sharded_state_dict` for those of its `dist_checkpointing`.
 
-[Note: boxes in dist_checkpointing] Every rank gives the boxes that it owns, each a `ShardedTensor`
-of the whole param. Boxes form no regular grid, so they have no `axis_fragmentations`; the host's
-torch_dist strategy then hands them to torch's DCP one by one, which checks that together they are
-the whole tensor. Keys are "optimizer.distopt.KIND.NAME", NAME as on every host. What is no tensor
-is one text, the manifest of checkpoint/manifest.py without files, in the part
-of the state that is the same on all ranks: the host lets rank 0 alone write that, so it is joined
-from all ranks first.
+[Note: boxes in dist_checkpointing] Every rank gives the boxes that it owns, each as a
+`ShardedTensor` of the whole param. Boxes form no regular grid, so they have no
+`axis_fragmentations`. The host's torch_dist strategy then gives them to torch's DCP one by one,
+which checks that together they are the whole tensor. Keys are "optimizer.distopt.KIND.NAME", with
+the NAME that a param has on every host. Everything else is one text: the manifest of
+checkpoint/manifest.py without files. It is in the part of the state that is the same on all ranks.
+Only rank 0 writes that part, so the text is joined from all ranks first.
 
-[Note: checkpoints of the host's own] What is to be filled is asked for before the host says where
-from: in boxes, which a checkpoint of its own optimizer does not have. So `dist_checkpointing.load`
-looks into its folder first. Of the host's own state it is asked for nothing, and `load_state_dict`
-reads it from that folder, as `load` does.
+[Note: checkpoints of the host's own] The host asks which tensors to fill before it says which
+checkpoint it loads. We ask for boxes, which a checkpoint of the host's own optimizer does not have.
+So a replaced `dist_checkpointing.load` looks into the folder first. For a checkpoint of the host's
+own it drops the boxes, and `load_state_dict` reads the state from that folder, as `load` does.
 """
 
 from __future__ import annotations
@@ -70,15 +70,15 @@ from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_pla
 from megatron_distopt.optimizer.main_params import by_group
 from megatron_distopt.patch_points import Replacement, Undos, put_in
 
-#: Where the text is in `sharded_state_dict()`; every other entry is one box.
+#: Key of the text in `sharded_state_dict()`; every other entry is one box.
 HEAD = "distopt"
-#: Where `dist_checkpointing.load` says in which folder state of the host's own is, see the note;
-#: None for ours.
+#: Key of the folder from which `load_state_dict` reads state of the host's own, see the note; None
+#: for state of ours.
 FOLDER = "distopt_folder"
 _PREFIX = "optimizer.distopt"
-#: Of Megatron-LM's --ckpt-format: those that are written by `dist_checkpointing`.
+#: Values of Megatron-LM's --ckpt-format that `dist_checkpointing` writes.
 _DISTRIBUTED_FORMATS = ("torch_dist", "zarr")
-#: In errors, where a path would be: the host does not say which folder it reads.
+#: Stands for a path in errors, because the host does not say which folder it reads.
 _WHERE = "of the host"
 
 
@@ -126,7 +126,7 @@ def _found_in(path: Path) -> tuple[bool, bool]:
 
 
 def _entries_of_ours(state: Any) -> Iterator[dict[str, Any]]:
-    """What `sharded_state_dict` returned, wherever a framework has put it."""
+    """Finds the dicts that `sharded_state_dict` returned, wherever a framework has put them."""
     if isinstance(state, dict) and FOLDER in state:
         yield state
     elif isinstance(state, (dict, list)):
@@ -135,7 +135,8 @@ def _entries_of_ours(state: Any) -> Iterator[dict[str, Any]]:
 
 
 def head_of(optimizer: OneOptimizer) -> dict[str, Any]:
-    """What the host's own `state_dict` has: param groups without params, and the grad scaler."""
+    """The content of the host's own `state_dict`: param groups without params, and the grad
+    scaler."""
     if optimizer.counts is not None:
         optimizer.counts.follow()
     step = count_updates(optimizer.sharded.inner)
@@ -149,29 +150,33 @@ def head_of(optimizer: OneOptimizer) -> dict[str, Any]:
 
 
 def check_head(optimizer: OneOptimizer, state: Mapping[str, Any]) -> None:
-    """Refuses what `load_head` would not take."""
+    """Refuses a state that `load_head` cannot load."""
     remedy = (
         "Load what optimizer.state_dict() returned, or start from the weights with --no-load-optim."
     )
     entry = state.get("optimizer") if isinstance(state, Mapping) else None
     if not isinstance(entry, Mapping) or "param_groups" not in entry:
-        found = ", ".join(map(str, state)) if isinstance(state, Mapping) and state else repr(state)
+        found = (
+            f"a dict with {', '.join(map(str, state))}"
+            if isinstance(state, Mapping) and state
+            else repr(state)
+        )
         raise CheckpointError(
-            f"The optimizer state has {found}, and no 'optimizer' with param_groups. {remedy}"
+            f"The optimizer state is {found}, but it must have 'optimizer' with param_groups. "
+            f"{remedy}"
         )
     if is_of_other_class(optimizer.sharded.plan.choice, state["optimizer"]):
         return
     num_saved, num_groups = len(state["optimizer"]["param_groups"]), len(optimizer.param_groups)
     if num_saved != num_groups:
         raise CheckpointError(
-            f"The number of param groups is {num_saved} in the state and {num_groups} in this "
-            f"optimizer. {remedy}"
+            f"The saved state has {num_saved} param groups, but this optimizer has {num_groups}. "
+            f"{remedy}"
         )
 
 
 def load_head(optimizer: OneOptimizer, state: Mapping[str, Any]) -> None:
-    """Takes `head_of` back; the tensors come with `load_parameter_state`, which then goes by
-    name."""
+    """Loads what `head_of` returned. `load_parameter_state` loads the tensors, by name."""
     if not is_of_other_class(optimizer.sharded.plan.choice, state["optimizer"]):
         pairs = [
             (
@@ -194,8 +199,8 @@ def load_head(optimizer: OneOptimizer, state: Mapping[str, Any]) -> None:
 
 
 def _in_order(groups: Sequence[Any], saved: Sequence[Any]) -> Sequence[Any]:
-    """The saved group of each group: the one with its multipliers, which may be in another place;
-    by number where multipliers differ, as after a change of them."""
+    """The saved group for each group: the one with equal multipliers, at whatever place. If the
+    multipliers do not match, as after a change of them, groups are matched by number."""
     keys = [tuple(map(group.get, GROUP_IDENTIFIERS)) for group in groups]
     saved_of = {tuple(map(group.get, GROUP_IDENTIFIERS)): group for group in saved}
     is_one_to_one = len(saved_of) == len(keys) and saved_of.keys() == set(keys)
@@ -203,16 +208,16 @@ def _in_order(groups: Sequence[Any], saved: Sequence[Any]) -> Sequence[Any]:
 
 
 def check_script_can_save(choice: InnerChoice | None = None) -> None:
-    """Refuses at the start what the first save of Megatron-LM's script would refuse: what was
-    trained would be lost."""
+    """Refuses at the start what the first save of Megatron-LM's script would refuse, because then
+    the training until there would be lost."""
     args = arguments()
     if not getattr(args, "save", None) or getattr(args, "no_save_optim", None):
         return
     ckpt_format = getattr(args, "ckpt_format", None)
     if getattr(args, LAYER_WISE, False) and ckpt_format == "torch":
         raise CheckpointError(
-            "ckpt_format is 'torch', and must be torch_dist with --optimizer muon "
-            "--use-distributed-optimizer. Write --ckpt-format torch_dist."
+            "ckpt_format is 'torch', but with --optimizer muon --use-distributed-optimizer it must "
+            "be torch_dist. Write --ckpt-format torch_dist."
         )
     if ckpt_format in _DISTRIBUTED_FORMATS:
         takes_boxes(must=True)
@@ -221,8 +226,8 @@ def check_script_can_save(choice: InnerChoice | None = None) -> None:
 
 
 def takes_boxes(*, must: bool = False) -> bool:
-    """Whether `dist_checkpointing` does; before 0.14 the offset of a shard has to be a multiple of
-    its shape."""
+    """Whether `dist_checkpointing` takes boxes. Before 0.14 the offset of a shard has to be a
+    multiple of its shape."""
     try:
         ShardedTensor(
             "probe", None, torch.float32, (2,), (3,), (1,), None
@@ -230,23 +235,24 @@ def takes_boxes(*, must: bool = False) -> bool:
     except CheckpointingException as error:
         if must:
             raise CheckpointError(
-                "sharded_state_dict was called with a megatron-core whose dist_checkpointing takes "
-                "shards of a regular grid only. Call save(folder) and load(folder); with "
-                "Megatron-LM's training script, type --ckpt-format torch."
+                "sharded_state_dict was called, but dist_checkpointing of this megatron-core saves "
+                "only shards of a regular grid. Call save(folder) and load(folder); with "
+                "Megatron-LM's training script, write --ckpt-format torch."
             ) from error
         return False
     return True
 
 
 def check_is_cut(choice: InnerChoice, feature: Feature, call: str) -> None:
-    """Refuses a call with an inner optimizer whose state does not consist of shards of params."""
+    """Refuses a call if the inner optimizer updates whole params, so its state is not sharded by
+    element."""
     if choice.updates_whole_params:
         check_compatible(DistOptConfig(), {Feature.WHOLE_PARAMS: choice.name, feature: call})
 
 
 def state_to_save(model: WholeModel, everyone: Group) -> dict[str, Any]:
-    """Collective: views of what this rank writes of the live state, and the text about all of
-    it."""
+    """Collective: returns views of the state that this rank writes, and the text about the whole
+    state."""
     contribution = raise_together(lambda: contribution_of(model), everyone, "save")
     written = tuple(contribution.tensors)
     records = {
@@ -264,14 +270,13 @@ def state_to_save(model: WholeModel, everyone: Group) -> dict[str, Any]:
 
 
 def state_to_load(model: WholeModel) -> dict[str, Any]:
-    """What the host has to fill, each in a tensor that it makes on the CPU: a load that fails
-    changes nothing.
+    """The boxes that the host has to fill. It fills tensors on the CPU that it makes itself, so a
+    load that fails changes nothing.
 
-    In fp32 whatever was saved: as wide as a main param, and what it takes does not depend on the
-    checkpoint.
+    They are fp32 whatever was saved, so that they do not depend on the checkpoint.
     """
     state: dict[str, Any] = {FOLDER: LocalNonpersistentObject(None)}
-    # Without boxes there are checkpoints of the host's own alone.
+    # If the host takes no boxes, only checkpoints of the host's own exist.
     for piece, key, box in _boxes(model) if takes_boxes() else ():
         replica = 0 if piece.share.writes(piece.shard.name) else 1
         sizes = (
@@ -299,10 +304,10 @@ def _whole_key(model: WholeModel, key: str) -> str:
 
 
 def _boxes(model: WholeModel) -> Iterator[tuple[OwnedPiece, str, Box]]:
-    """All boxes that this rank owns, by piece and by key, of what a checkpoint of the host holds.
+    """All boxes that this rank owns in a checkpoint of the host, with their piece and key.
 
-    Those are the same before the first step as after it: a run that loads has not begun, and the
-    host asks for tensors before it has read which there are.
+    They are the same before and after the first step: a run that loads has made no step, and the
+    host asks for tensors before it reads which there are.
     """
     kinds = _kinds_by_name(model)
     for piece in owned_pieces(model):
@@ -311,16 +316,16 @@ def _boxes(model: WholeModel) -> Iterator[tuple[OwnedPiece, str, Box]]:
 
 
 def _not_begun(model: WholeModel) -> Iterator[Written]:
-    """Zeros for what the inner optimizer does not keep yet; the text does not know them, so nobody
-    takes them over."""
+    """Zeros for state that the inner optimizer does not keep yet. The text does not list them, so
+    no load uses them."""
     for piece, key, box in _boxes(model):
         if piece.share.writes(piece.shard.name) and key not in dict(piece.tensors()):
             yield Written(key, piece.placement.global_shape, box, torch.zeros(box.sizes))
 
 
 def _kinds_by_name(model: WholeModel) -> dict[str, tuple[str, ...]]:
-    """What is kept, or will be kept, for every element of the params of this rank beside main
-    params."""
+    """The kinds of state in addition to main params that are kept, or will be kept, for every
+    element of this rank's params."""
     kinds_by_name: dict[str, tuple[str, ...]] = {}
     for share in model.shares:
         optimizer = share.optimizer
@@ -336,12 +341,11 @@ def _kinds_by_name(model: WholeModel) -> dict[str, tuple[str, ...]]:
 
 
 def loadable(model: WholeModel, state: Mapping[str, Any]) -> Loadable:
-    """What `state_to_load` was filled with: the tensors that this run takes, in the boxes of this
-    rank."""
+    """The filled boxes of `state_to_load` that this run can use."""
     if HEAD not in state:
         raise CheckpointError(
-            "The checkpoint has no optimizer state that can be read. Load its weights alone with "
-            "--no-load-optim, or what this package or megatron-core has saved."
+            "The checkpoint has no optimizer state that can be read. Load only its weights with "
+            "--no-load-optim, or load a checkpoint that this package or megatron-core has saved."
         )
     head = from_text(state[HEAD], _WHERE)
     boxes: dict[str, dict[Box, None]] = {}
@@ -350,8 +354,8 @@ def loadable(model: WholeModel, state: Mapping[str, Any]) -> Loadable:
             boxes.setdefault(_whole_key(model, key), {})[box] = None
     if not boxes and getattr(arguments(), "no_save_optim", False):
         raise CheckpointError(
-            "The checkpoint has optimizer state, of which a script that is told --no-save-optim "
-            "asks for no tensor. Drop --no-save-optim in the run that loads it."
+            "The checkpoint has optimizer state, but with --no-save-optim the host's script does "
+            "not load it. Drop --no-save-optim in this run."
         )
     kinds = {model.canonical(name): found for name, found in _kinds_by_name(model).items()}
     tensors = {
@@ -371,13 +375,17 @@ def loadable(model: WholeModel, state: Mapping[str, Any]) -> Loadable:
 
 
 def _is_filled(state: Mapping[str, Any], key: str, box: Box) -> bool:
-    """A load that is not strict leaves out what the checkpoint lacks; the plan then says what is
-    missing."""
+    """Whether the host has filled a box. A load that is not strict leaves out what the checkpoint
+    does not have; the load plan then says what is missing."""
     found = state.get(key)
     if found is not None and not (isinstance(found, Tensor) and tuple(found.shape) == box.sizes):
-        kind = f"{list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        kind = (
+            f"of shape {list(found.shape)}"
+            if isinstance(found, Tensor)
+            else f"a {type(found).__name__}"
+        )
         raise CheckpointError(
-            f"{key!r} in the optimizer state is {kind}, and must be a tensor of {list(box.sizes)}. "
-            "Load what megatron.core.dist_checkpointing.load returned."
+            f"{key!r} in the optimizer state is {kind}, but it must be a tensor of shape "
+            f"{list(box.sizes)}. Load what megatron.core.dist_checkpointing.load returned."
         )
     return found is not None

@@ -79,19 +79,19 @@ _PARTS_OF_STEP = frozenset(
 
 
 class CoreCalls(MegatronOptimizer, SessionCalls):
-    """What a class of ours answers to the host; its base before the host's class.
+    """The methods of our classes that the host calls.
 
-    It has the host's base first, or an object of the host's class could not become one of ours, see
-    get_in.py.
+    It is a base of ours before the host's class, and inherits from the host's base first. Otherwise
+    an object of the host's class could not become one of ours, see get_in.py.
     """
 
-    #: None until it is started.
+    #: None until `started` was called.
     session: Session | None = None  # type: ignore[assignment]
-    #: The host writes norms of some params there, which are refused at the start.
+    #: The host reads norms of some params here; such params are refused at the start.
     grad_norms_by_group: Mapping[str, float] = MappingProxyType({})
 
     def ours(self) -> Sequence[OneOptimizer]:
-        """The optimizers that it stands for: those of a chain, or itself."""
+        """The optimizers of this chain, or this optimizer itself."""
         return cast("Sequence[OneOptimizer]", getattr(self, "chained_optimizers", [self]))
 
     @property
@@ -104,10 +104,10 @@ class CoreCalls(MegatronOptimizer, SessionCalls):
         return Group.of(find())
 
     def started(self) -> Session:
-        """The session. Collective at the first call: compares ranks and says what is active.
+        """The session. The first call is collective: it compares ranks and logs what is active.
 
-        One optimizer alone is started by its first step, where a framework constructed it: nobody
-        says before whether a chain with others follows, which start together.
+        An optimizer that a framework constructs by itself is started by its first step: until then
+        it may become a part of a chain, whose optimizers start together.
         """
         if self.session is None:
             ours = self.ours()
@@ -118,8 +118,8 @@ class CoreCalls(MegatronOptimizer, SessionCalls):
         return self.session
 
     def join(self, of_all: Session) -> None:
-        """Takes part in the snapshots of a chain, for whose copies it waits before its state
-        changes."""
+        """Gives this optimizer the session of its chain, so that it waits for copies of a snapshot
+        before its state changes."""
         if self.session is None:
             self.session = Session(CoreState(self.ours()), of_all)
 
@@ -131,12 +131,12 @@ class CoreCalls(MegatronOptimizer, SessionCalls):
         """Collective: the whole step.
 
         Returns:
-            (updated, gradient norm, zeros or None), numbers as the host's. A step whose norm is
-            above `grad_norm_skip_threshold` is not made.
+            (updated, gradient norm, zeros or None), like the host's own. A step whose norm is above
+            `grad_norm_skip_threshold` is skipped.
 
         Raises:
-            LayoutError, RanksDisagreeError: on all ranks, where params or groups are not as they
-                have to be on one.
+            LayoutError, RanksDisagreeError: on all ranks, if params or groups of one rank cannot be
+                used.
         """
         if self._is_overridden():
             return cast("tuple[bool, float | None, int | None]", super().step())
@@ -153,7 +153,7 @@ class CoreCalls(MegatronOptimizer, SessionCalls):
         decision = run_step(step)[0]
         if decision.action is StepAction.TOO_LARGE and step.everyone.rank == 0:
             _log.info(
-                "step skipped: its gradient norm %s is above grad_norm_skip_threshold %s",
+                "The step was skipped: its gradient norm %s is above grad_norm_skip_threshold %s.",
                 decision.norm,
                 threshold,
             )
@@ -166,15 +166,14 @@ class CoreCalls(MegatronOptimizer, SessionCalls):
         return is_made, decision.norm, zeros
 
     def _is_overridden(self) -> bool:
-        """Whether other code has put functions of its own in the place of what the host's own step
-        calls."""
+        """Whether other code has replaced methods that the host's own step calls."""
         return any(
             not _PARTS_OF_STEP.isdisjoint(vars(optimizer)) for optimizer in (self, *self.ours())
         )
 
     @_disable_dynamo
     def prepare_grads(self) -> bool:
-        """Collective: measures all gradients and decides; True where the step must be skipped.
+        """Collective: measures all gradients and decides. Returns True if the step must be skipped.
 
         Otherwise the main params have their unscaled gradients in `grad`, where they can be changed
         until the update.
@@ -191,28 +190,29 @@ class CoreCalls(MegatronOptimizer, SessionCalls):
         return is_skipped
 
     def _collect_main_grad_data_for_unscaling(self) -> NoReturn:
-        """Refused, as is the other part of the host's own step of which there is nothing here."""
+        """Raises, as does the other part of the host's own step that has no counterpart here."""
         raise AccessError(
             "_collect_main_grad_data_for_unscaling or _unscale_main_grads_and_check_for_nan was "
-            "called, and gradients are unscaled in the update. Call prepare_grads(), which returns "
-            "whether the step must be skipped."
+            "called, but this optimizer unscales gradients in the update. Call prepare_grads(), "
+            "which returns whether the step must be skipped."
         )
 
     _unscale_main_grads_and_check_for_nan = _collect_main_grad_data_for_unscaling
 
     def get_grad_norm(self) -> float:
-        """Of the averaged, unscaled gradient; after `prepare_grads`."""
+        """The norm of the averaged, unscaled gradient. Called after `prepare_grads`."""
         if self._is_overridden():
             return float(super().get_grad_norm())
         return prepared_of(self.ours()[0]).decision.norm
 
     def count_zeros(self) -> int:
-        """Zeros of the whole gradient; after `prepare_grads`, and only where the host's config
-        counts them."""
+        """The number of zeros in the whole gradient, if the host's config counts them. Called after
+        `prepare_grads`."""
         return prepared_of(self.ours()[0]).decision.stats.num_zeros or 0
 
     def clip_grad_norm(self, clip_grad: float) -> float:
-        """Makes the coming update clip; after `prepare_grads`. Returns the norm before clipping."""
+        """Makes the next update clip and returns the norm before clipping. Called after
+        `prepare_grads`."""
         norm = self.get_grad_norm()
         for optimizer in self.ours():
             before = prepared_of(optimizer)
@@ -224,7 +224,8 @@ class CoreCalls(MegatronOptimizer, SessionCalls):
 
     @_disable_dynamo
     def step_with_ready_grads(self) -> bool:
-        """Collective: updates all, then gathers the params once; after `prepare_grads`."""
+        """Collective: updates all optimizers, then gathers the params once. Called after
+        `prepare_grads`."""
         if self not in self.ours() and self._is_overridden():
             return bool(super().step_with_ready_grads())
         prepared = [prepared_of(optimizer) for optimizer in self.ours()]
@@ -242,12 +243,10 @@ class CoreCalls(MegatronOptimizer, SessionCalls):
     # --- where the state is
 
     def offload_to_cpu(self) -> None:
-        """Moves main params and moments of this rank into the host's memory, between two phases of
-        training.
+        """Moves this rank's main params and moments to CPU memory, between two phases of training.
 
         A step is refused until `restore_from_cpu`; a save and a load work. fp32 params are their
-        own main params, which stay in the host's param buffers. megatron-core has the call since
-        0.15.
+        own main params and stay in the host's param buffers. megatron-core has the call since 0.15.
         """
         for optimizer in self.ours():
             check_is_cut(optimizer.sharded.plan.choice, Feature.MOVED_STATE, "offload_to_cpu()")
@@ -258,7 +257,7 @@ class CoreCalls(MegatronOptimizer, SessionCalls):
             optimizer.offloaded.move_to(torch.device(CPU))
 
     def restore_from_cpu(self) -> None:
-        """Moves back what `offload_to_cpu` has moved."""
+        """Moves back to the device what `offload_to_cpu` has moved."""
         for optimizer in self.ours():
             optimizer.offloaded.move_to(optimizer.sharded.device)
 
@@ -266,13 +265,13 @@ class CoreCalls(MegatronOptimizer, SessionCalls):
 
     @on_all_ranks
     def load_state_dict(self, state_dict: Any) -> None:
-        """Collective: takes back `state_dict()`, or `sharded_state_dict()` that
+        """Collective: loads a `state_dict()`, or a `sharded_state_dict()` that
         `dist_checkpointing.load` has filled.
 
         Raises:
             CheckpointError: on a rank that cannot take its state; nothing is changed on any rank
                 then.
-            RanksDisagreeError: on the others.
+            RanksDisagreeError: on the other ranks.
         """
         session = self.started()
         if isinstance(state_dict, Mapping) and isinstance(folder := state_dict.get(FOLDER), str):
@@ -285,7 +284,7 @@ class CoreCalls(MegatronOptimizer, SessionCalls):
             return
         session.wait_for_snapshot()
         check_is_there(self.ours(), "load")
-        if self not in self.ours():  # the host's chain gives each its own
+        if self not in self.ours():  # the host's chain gives each optimizer its own state
             super().load_state_dict(state_dict)
             session.note_loaded()
             return
@@ -295,15 +294,15 @@ class CoreCalls(MegatronOptimizer, SessionCalls):
 
     @on_all_ranks
     def save_parameter_state(self, filename: str) -> None:
-        """Collective: `save`, into a folder beside the file that the host chose; or that file, if
-        it is asked for."""
+        """Collective: saves into a folder beside the file that the host names, or with
+        `checkpoint_format="gathered"` into that file."""
         if self._writes_hosts_own():
             super().save_parameter_state(filename)
         else:
             self.save(optimizer_folder_of(exchange(filename, Group.of())[0]))
 
     def _writes_hosts_own(self) -> bool:
-        """Collective: whether the methods of the host are to write, which go by [Note: aligned
+        """Collective: whether the host's own methods write the checkpoint, see [Note: aligned
         lists]."""
         session = self.started()
         session.forget_newest()
@@ -311,7 +310,8 @@ class CoreCalls(MegatronOptimizer, SessionCalls):
             return False
         if not hasattr(HostDistributedOptimizer, "_get_main_param_and_optimizer_states"):
             raise CheckpointError(
-                "checkpoint_format is 'gathered', and must be 'distopt' with this megatron-core."
+                "checkpoint_format is 'gathered', which this megatron-core cannot write. Leave "
+                "checkpoint_format out."
             )
         session.finish_saving()
         check_is_there(self.ours(), "save")
@@ -319,11 +319,10 @@ class CoreCalls(MegatronOptimizer, SessionCalls):
 
     @on_all_ranks
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
-        """Collective: `load`, from the folder beside the file that the host names, or from that
-        file.
+        """Collective: loads from the folder beside the file that the host names, or from that file.
 
         Args:
-            filename: of the host, another one on every tensor- and pipeline-parallel rank.
+            filename: named by the host; each tensor- and pipeline-parallel rank has another one.
             update_legacy_format: kept for the host.
         """
         first = exchange(filename, Group.of())[0]
@@ -331,8 +330,8 @@ class CoreCalls(MegatronOptimizer, SessionCalls):
         found = exchange((is_checkpoint(folder), Path(first).exists()), Group.of())[0]
         if not any(found):
             raise not_found(folder, filename)
-        # The host's own has a file in each folder of a model-parallel rank; all of them together
-        # are opened.
+        # The host's own has a file in each folder of a model-parallel rank. The folder above holds
+        # all of them.
         self.load(folder if found[0] else folder.parent)
 
     @on_all_ranks
@@ -346,13 +345,12 @@ class CoreCalls(MegatronOptimizer, SessionCalls):
         """Collective: the state of this rank, for `dist_checkpointing` to save or to fill.
 
         Args:
-            model_sharded_state_dict: for the host's own format; our names come from the model
-                itself.
-            is_loading: whether the host fills it.
-            sharding_type, metadata: for the host's own format; ours is one for any layout.
+            model_sharded_state_dict: used only for the host's own format.
+            is_loading: whether the host will fill the result.
+            sharding_type, metadata: used only for the host's own format; ours loads at any layout.
 
         Raises:
-            CheckpointError: this version of the host saves shards of a regular grid only.
+            CheckpointError: if this version of the host saves only shards of a regular grid.
         """
         choice = self.ours()[0].sharded.plan.choice
         check_is_cut(choice, Feature.HOST_BOXES, "sharded_state_dict()")
@@ -373,7 +371,7 @@ class CoreCalls(MegatronOptimizer, SessionCalls):
 
 
 def _start(optimizers: Sequence[OneOptimizer]) -> None:
-    """Collective: compares ranks and says what is active, once for each optimizer."""
+    """Collective: compares ranks and logs what is active, once for each optimizer."""
     for optimizer in optimizers:
         raise_together(partial(check_between_steps, optimizer), optimizer.stats_group)
         sharded, options = optimizer.sharded, vars(optimizer.ddp_config)

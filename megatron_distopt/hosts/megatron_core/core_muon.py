@@ -1,16 +1,16 @@
-"""Muon in megatron-core: by its own flags or by ours, and of what the weights of its layers
-consist.
+"""Muon in megatron-core, by the host's flags or by ours, and the matrices in the weights of its
+layers.
 
 [Note: two ways to Muon] `--optimizer muon` (or dist_muon) and the host's `--muon-*` ask for the
-host's formula and its choice of params: all of two dimensions but embeddings and output layers.
-`--distopt-optimizer muon` with `--optimizer adam` asks for torch's formula with our options, also
-where the host has no Muon, for matrices of layers.
+host's formula. It updates all params of two dimensions, except embeddings and output layers.
+`--distopt-optimizer muon` with `--optimizer adam` asks for torch's formula with our options. It
+updates the matrices of layers, and works where the host has no Muon.
 
-The host's factory has another path for Muon, which builds no distributed optimizer. So it is called
-as for Adam, and the param groups that it makes are cut in two.
+For Muon the host's factory builds no distributed optimizer. So it is called as for Adam, and its
+param groups are split between Muon and Adam.
 
 Source of the fused layouts: `SelfAttention`, `CrossAttention` and `MLP` of megatron-core 0.9 to
-0.19; of what the host's Muon does, `_get_megatron_emerging_optimizer` and `TensorParallelMuon` of
+0.19. Source of the host's Muon: `_get_megatron_emerging_optimizer` and `TensorParallelMuon` of
 0.19.
 """
 
@@ -44,8 +44,8 @@ from megatron_distopt.layout import MatrixSpec
 from megatron_distopt.optimizer.owners.muon_options import MegatronMuonOptions
 from megatron_distopt.optimizer.owners.sharded_muon import Matrices
 
-#: Weights of all experts of a rank in one param, of the layer that older versions have for grouped
-#: products.
+#: Params of older versions' grouped layer, each of which holds the weights of all experts of a
+#: rank.
 _GROUPED = ("experts.weight1", "experts.weight2")
 
 
@@ -54,11 +54,11 @@ def is_hosts_muon(config: Any) -> bool:
 
 
 def check_layer_wise(config: Any) -> None:
-    """Refuses the host's layer-wise optimizer, whose place is taken, without Muon."""
+    """Refuses the host's layer-wise optimizer without Muon, because this optimizer replaces it."""
     if getattr(config, LAYER_WISE, False) and not is_hosts_muon(config):
         raise ConfigError(
-            f"{LAYER_WISE} is set without Muon, and this distributed optimizer takes its place. "
-            "Drop --use-layer-wise-distributed-optimizer."
+            f"{LAYER_WISE} is set without Muon, but this package replaces that optimizer only with "
+            "Muon. Drop --use-layer-wise-distributed-optimizer."
         )
 
 
@@ -76,10 +76,10 @@ def is_layer_wise_muon(config: Any, chunks: Sequence[Any]) -> bool:
 
 
 def request_from(config: DistOptConfig, host: Any) -> MuonRequest | None:
-    """What a run wants of Muon; None where it wants another optimizer.
+    """The Muon that a run asks for; None if it asks for another optimizer.
 
-    Refuses flags of the host that cannot be served with Muon, and options of ours beside the host's
-    own.
+    Refuses flags of the host that this Muon does not support, and our Muon options together with
+    the host's.
     """
     if config.optimizer != MUON:
         return None
@@ -98,7 +98,7 @@ def request_from(config: DistOptConfig, host: Any) -> MuonRequest | None:
         value = getattr(host, name, served)
         if value != served:
             raise ConfigError(
-                f"{name} is {value!r}, and must be {served!r} with this Muon. {remedy}."
+                f"{name} is {value!r}, but this Muon supports only {served!r}. {remedy}."
             )
     options = MegatronMuonOptions(
         momentum=host.muon_momentum,
@@ -120,8 +120,8 @@ def check_matrices(
     config: DistOptConfig,
     chunks: Sequence[Any],
 ) -> None:
-    """Checks what `muon_matrices` is to make, of params in groups that do not say themselves whose
-    they are."""
+    """Checks the params for which `muon_matrices` will make matrices, if their groups do not decide
+    it."""
     check_compatible(config, {Feature.WHOLE_PARAMS: "Muon"})
     for name, param in named.items():
         if param.requires_grad and _is_for_muon(name, param, request):
@@ -135,10 +135,10 @@ def muon_matrices(
     buffers: Sequence[Any],
     chunks: Sequence[Any],
 ) -> tuple[Matrices, Sequence[Mapping[str, Any]]]:
-    """The matrices that Muon updates, and the param groups of Muon and of the Adam beside it.
+    """The matrices that Muon updates, and the param groups of Muon and of its Adam.
 
-    Refuses another optimizer of the host's than Adam, and weights of other shapes than Muon or the
-    config has.
+    Refuses an optimizer of the host other than Adam, and weights whose shapes do not fit Muon or
+    the config.
     """
     groups, names = list[dict[str, Any]](), list[str]()
     if optimizer is not None:
@@ -164,8 +164,8 @@ def _matrices_of(
     placement = placement_of(name, param, ranks_of(chunks), is_expert=is_expert(name, param))
     if name.endswith(_GROUPED) and not request.is_hosts:
         raise ConfigError(
-            f"The weight {name!r} is those of all experts in one, which Muon does not take apart. "
-            "Drop --moe-use-legacy-grouped-gemm or --moe-grouped-gemm, or use --optimizer adam."
+            f"Weight {name!r} holds the weights of all experts, which Muon cannot split. Drop "
+            "--moe-use-legacy-grouped-gemm or --moe-grouped-gemm, or use --optimizer adam."
         )
     if (
         placement.dim is None
@@ -173,15 +173,15 @@ def _matrices_of(
         and request.tp_mode != "blockwise"
     ):
         raise ConfigError(
-            f"The weight {name!r} is several matrices in one that tensor-parallel ranks share, and "
-            "they cannot put their parts together. Write --distopt-muon-tp-mode blockwise "
-            "(--muon-tp-mode blockwise with the host's Muon)."
+            f"Weight {name!r} holds several matrices and is cut over tensor-parallel ranks in a "
+            "way that Muon cannot put together. Write --distopt-muon-tp-mode blockwise, or "
+            "--muon-tp-mode blockwise with the host's Muon."
         )
     return matrices_of(name, param, placement, request, _fused_weights(chunks[0].config))
 
 
 def _fused_weights(model: Any) -> FusedWeights:
-    # of a head
+    # rows of a head
     width = getattr(model, "kv_channels", None) or model.hidden_size // model.num_attention_heads
     queries = (
         model.num_attention_heads // (model.num_query_groups or model.num_attention_heads) * width

@@ -1,8 +1,8 @@
-"""What megatron-core 0.9 to 0.19 looks like, and each field of its two configs, judged. Imports
-nothing of the host.
+"""What megatron-core 0.9 to 0.19 looks like, and which fields of its two configs are supported.
+Imports nothing of the host.
 
-tests/hosts/test_megatron_core_options.py fails where the installed megatron-core has a field that
-is in no list.
+tests/hosts/test_megatron_core_options.py fails if the installed megatron-core has a field that is
+in no list.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 from megatron_distopt.hosts.megatron.refused import Refused
 from megatron_distopt.patch_points import PatchPoint
 
-#: What the factory calls the class that it builds, and gives to its constructor by name or in this
-#: order.
+#: The name of the class that the factory builds, and the arguments that it gives to it, by name or
+#: in this order.
 CLASS = "DistributedOptimizer"
 CLASS_PARAMETERS = (
     "optimizer",
@@ -27,7 +27,7 @@ CLASS_PARAMETERS = (
     "data_parallel_group_gloo",
     "data_parallel_group_idx",
 )
-#: What it may give as well, last: megatron-core 0.9 has one instance and no number for it.
+#: A last argument that megatron-core 0.9 does not give: it has only one instance.
 CLASS_MAY_TAKE = ("distributed_optimizer_instance_id",)
 
 #: The factory that every training loop calls; it is imported by value almost everywhere.
@@ -36,16 +36,16 @@ PATCH_POINT = PatchPoint(
 )
 
 
-#: What OptimizerConfig.optimizer has to be for a distributed optimizer of the host's.
+#: The values of OptimizerConfig.optimizer for which the host builds a distributed optimizer.
 FIRST_ORDER = ("adam", "sgd")
 
-#: Its option in place of `use_distributed_optimizer` for optimizers of whole matrices.
+#: The host's option instead of `use_distributed_optimizer` for optimizers of whole matrices.
 LAYER_WISE = "use_layer_wise_distributed_optimizer"
 
-#: What every factory ends in, see [Note: the constructor is the patch point] in get_in.py.
+#: The class that every factory builds, see [Note: the constructor is the patch point] in get_in.py.
 CLASS_POINT = f"megatron.core.optimizer.distrib_optimizer.{CLASS}"
 
-#: Methods of the classes of the host's that only its own step calls: ours has none in their place.
+#: Methods of the host's classes that only the host's own step calls; ours does not replace them.
 NOT_CALLED = frozenset(
     (
         "_copy_main_params_to_model_params",
@@ -58,35 +58,35 @@ NOT_CALLED = frozenset(
     )
 )
 
-#: What Ascend's MindSpeed (for megatron-core 0.12.1 to 0.16, July 2026) puts into the place of
-#: methods of the host's without an option that leaves it out, by method and module. Each is about
-#: what ours does as well, so that it may be there and is not called.
+#: Methods of the host that Ascend's MindSpeed (for megatron-core 0.12.1 to 0.16, July 2026) always
+#: replaces, with the module of the replacement. Our methods do the same as the replacements, so
+#: these are allowed and not called.
 ADOPTED = frozenset(
     (
         # finds the saved param group of each group by its multipliers and not by its number
         ("load_state_dict", "mindspeed.core.megatron_basic.megatron_basic"),
-        # of one optimizer and of a chain: reads the file on the CPU, whatever device wrote it
+        # for one optimizer and for a chain: reads the file on the CPU, whatever device wrote it
         ("load_parameter_state", "mindspeed.core.optimizer.distrib_optimizer"),
         ("load_parameter_state", "mindspeed.core.optimizer.optimizer"),
-        # takes an update count that is a tensor for the number in it
+        # turns an update count that is a tensor into a number
         ("state_dict", "mindspeed.core.optimizer.distrib_optimizer"),
-        # gathers params of experts and other ones once each in the step of a chain
+        # in the step of a chain, gathers params of experts and of other layers once each
         ("step_with_ready_grads", "mindspeed.core.optimizer.fix_duplicate_allgather"),
-        # counts zeros where the config asks for it, and not in every step of a chain
+        # counts zeros only if the config asks for it, and not in every step of a chain
         ("step", "mindspeed.core.megatron_basic.count_zero_fix"),
     )
 )
 
-#: By what the host tells param groups apart; their order may depend on the layout.
+#: The keys by which the host identifies param groups; their order may depend on the layout.
 GROUP_IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
-#: What reads all state of a run that is resumed, see [Note: checkpoints of the host's own] in
-#: checkpoint.py.
+#: The function that reads a checkpoint, see [Note: checkpoints of the host's own] in checkpoint.py.
 LOAD_POINT = PatchPoint(
     "megatron.core.dist_checkpointing.serialization", "load", ("sharded_state_dict",)
 )
 
-#: What hosts/megatron/protecting.py and averaging.py replace in Megatron-LM's training script.
+#: Functions of Megatron-LM's training script that protecting.py and averaging.py in hosts/megatron/
+#: replace.
 SCRIPT_LOAD_POINT = PatchPoint(
     "megatron.training.checkpointing",
     "load_checkpoint",
@@ -105,7 +105,7 @@ SCRIPT = SCRIPT_LOAD_POINT, SCRIPT_STEP_POINT
 
 
 _WITHOUT = "or --use-distributed-optimizer"
-#: What none of its configs and params must have.
+#: Options of the host's configs and attributes of its params that are refused.
 REFUSED = (
     Refused("optimizer_cuda_graph", "Drop --optimizer-cuda-graph"),
     Refused("use_megatron_fsdp", f"Drop --use-megatron-fsdp, {_WITHOUT}"),
@@ -113,29 +113,29 @@ REFUSED = (
     Refused("reuse_grad_buf_for_mxfp8_param_ag", "Drop --reuse-grad-buf-for-mxfp8-param-ag"),
     Refused("fp8_param_gather", "Drop --fp8-param-gather"),
     Refused("fp4_param_gather", "Drop --fp4-param-gather"),
-    # 0.9: experts cut over other groups as well
+    # in 0.9: experts are also cut over other groups
     Refused("moe_extended_tp", "Drop --moe-extended-tp"),
     # a copy of a param, which the gradient norm would count more than once
     Refused(
         "is_gtp_weight_remat",
         "Leave generalized tensor parallelism out, or use the host's own optimizer",
     ),
-    # a norm of its own, by which the param is to be clipped
+    # the param is to be clipped by the norm of a group of its own
     Refused("grad_norm_group", "Leave mtp_detach_heads out, or use the host's own optimizer"),
 )
 
-#: Options of ours that it has a flag of its own for.
+#: Options of ours that the host decides, and how.
 HOSTS_OWN = {
     "overlap_grad_reduce": "--overlap-grad-reduce",
     "overlap_param_gather": "--overlap-param-gather",
     "bucket_size": "--ddp-bucket-size",
     "reduce_dtype": "--grad-reduce-in-bf16",
-    "shared_memory": "own collectives",
+    "shared_memory": "its own collectives",
 }
 
-#: Fields of OptimizerConfig that were judged: what the step, the host's param groups or its grad
-#: scaler obey, and those that change nothing unless a refused field or another optimizer is set
-#: (all of such a name), a kernel of the host's own Muon, and a folder for its log.
+#: Known fields of OptimizerConfig. The step, the host's param groups or its grad scaler follow
+#: them, or they have no effect unless a refused field or another optimizer is set. The latter
+#: include a kernel of the host's own Muon and a folder for its log.
 _CONFIG = """
     adam_beta1 adam_beta2 adam_eps apply_wd_to_qk_layernorm barrier_with_L1_time bf16 clip_grad
     config_logger_dir decoupled_lr decoupled_min_lr decoupled_weight_decay exp_avg_dtype
@@ -151,9 +151,8 @@ _CONFIG = """
     use_precision_aware_optimizer_no_fp8_or_ds_fp8 use_torch_optimizer_for_cpu_offload weight_decay
 """
 _OTHER_OPTIMIZERS = ("adaptive_muon_", "lion_", "soap_")
-#: Fields of DistributedDataParallelConfig that its own buffers and collectives obey, which stay as
-#: they are, and those that change nothing unless FSDP (all of such a name) or fp8 params are set,
-#: which are refused.
+#: Known fields of DistributedDataParallelConfig. The host's own buffers and collectives follow
+#: them, or they have no effect unless FSDP or fp8 params are set, which are refused.
 _DDP_CONFIG = """
     align_param_gather average_in_collective bucket_size check_for_large_grads check_for_nan_in_grad
     data_parallel_sharding_strategy delay_wgrad_compute disable_symmetric_registration
@@ -169,7 +168,7 @@ _OF_FSDP = ("fsdp_", "megatron_fsdp_")
 
 
 def is_judged(where: str, field: str) -> bool:
-    """Whether a field of a config is served, idle or refused; others must have their default."""
+    """Whether a field of a config is known. Unknown fields must have their default."""
     if any(row.option == field for row in REFUSED):
         return True
     if where == "config":
@@ -178,5 +177,5 @@ def is_judged(where: str, field: str) -> bool:
 
 
 def arguments() -> Any:
-    """The arguments of Megatron-LM's training script; None where another one trains."""
+    """The arguments of Megatron-LM's training script; None if another script trains."""
     return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)

@@ -1,11 +1,10 @@
-"""How our optimizer gets into megatron-core: the host's factory runs, and the two classes that it
-builds are ours.
+"""How our optimizer gets into megatron-core: the host's factory runs and builds our two classes.
 
 [Note: the constructor is the patch point] Frameworks copy `get_megatron_optimizer`, call the
 functions below it, or wrap it, and import the classes by value. All of them construct
 `DistributedOptimizer`, so its `__init__` is replaced: an object of exactly the host's class becomes
 one of ours before anything is allocated. A subclass that others wrote cannot become ours and is
-refused, so the host's own is never built while the package is active.
+refused. So the host's own optimizer is never built while the package is active.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from megatron_distopt.optimizer.inner import InnerChoice
 from megatron_distopt.patch_points import Undos, substituted
 from megatron_distopt.stand_ins import code_of
 
-#: Packages whose code may stand in the classes of the host's.
+#: Packages from which methods of the host's classes may come.
 _KNOWN = ("_abc", "builtins", "megatron", "megatron_distopt", "torch")
 
 
@@ -66,13 +65,13 @@ def build(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Collective: `original`, whose constructors build ours where its config asks for a distributed
-    optimizer."""
+    """Collective: calls `original`. If its config asks for a distributed optimizer, the
+    constructors build ours."""
     name, hint = getattr(config, "optimizer", FIRST_ORDER[0]), ""
     if name not in FIRST_ORDER:  # the host resets its flag, and a run may expect this package
         hint = (
-            f"; optimizer is {name!r}, and must be adam or sgd, or muon over buffers that the host "
-            "shards"
+            f"; optimizer is {name!r}, but it must be adam or sgd, or muon over buffers that the "
+            "host shards"
         )
     if not is_used(
         config.use_distributed_optimizer or is_layer_wise_muon(config, model_chunks), hint
@@ -105,10 +104,10 @@ def build(
 
 
 def _as_usual_adam(config: Any, merged: Merged) -> dict[str, object]:
-    """What the config has to say for the host to build an inner optimizer in fp32 on the device,
-    and an Adam for Muon: ours replaces it.
+    """The values of config fields with which the host builds a plain fp32 Adam or SGD on the
+    device, which ours replaces. For Muon, it builds an Adam.
 
-    Its optimizer keeps the config object, so a copy would not do.
+    They are set in the config itself and not in a copy, because the optimizer keeps the object.
     """
     usual: dict[str, object] = {
         "use_precision_aware_optimizer": False,
@@ -121,7 +120,8 @@ def _as_usual_adam(config: Any, merged: Merged) -> dict[str, object]:
 
 
 def take_over(options: DistOptConfig, undos: Undos) -> None:
-    """Replaces the constructors and the host's load; variables and configs add to `options`."""
+    """Replaces the constructors and the host's load. Environment variables and the host's configs
+    add to `options`."""
     if not hasattr(HostDistributedOptimizer.__init__, "replaces"):
         check_class()
         _replace_constructors(options, None, undos)
@@ -129,8 +129,8 @@ def take_over(options: DistOptConfig, undos: Undos) -> None:
 
 
 def _replace_constructors(options: DistOptConfig, merged: Merged | None, undos: Undos) -> None:
-    """`merged` is what all ranks have merged and checked for an optimizer that is built
-    meanwhile."""
+    """Replaces both constructors. `merged` has the options that all ranks have checked; None if
+    each constructor has to merge and check them."""
     of_host, of_hosts_chain = (
         getattr(kind.__init__, "replaces", kind.__init__)
         for kind in (HostDistributedOptimizer, HostChainedOptimizer)
@@ -140,12 +140,12 @@ def _replace_constructors(options: DistOptConfig, merged: Merged | None, undos: 
 
 
 def check_class() -> None:
-    """Refuses a constructor with other parameters, and a method that other code changed where ours
-    takes its place."""
+    """Refuses a constructor with other parameters, and replaced methods of the host that ours would
+    replace in turn."""
     found = tuple(inspect.signature(HostDistributedOptimizer.__init__).parameters)[1:]
     if tuple(name for name in found if name not in CLASS_MAY_TAKE) != CLASS_PARAMETERS:
         raise HostMismatchError(
-            f"The parameters of the constructor of {CLASS} are ({', '.join(found)}); they must be "
+            f"The constructor of {CLASS} takes ({', '.join(found)}), but it must take "
             f"({', '.join(CLASS_PARAMETERS)}). Use a megatron-core that docs/hosts.md lists."
         )
     lost: dict[str, str] = {}
@@ -164,9 +164,9 @@ def check_class() -> None:
     if lost:
         owners = ", ".join(sorted({*lost.values()}))
         raise HostMismatchError(
-            f"{', '.join(lost)} were replaced by {owners}; ours take their places, and the changes "
-            "would be lost. Switch those patches off, or, where they wrap the host's own, type "
-            "import megatron.core.optimizer, and NAME = NAME.__wrapped__ with each of these names."
+            f"{owners} has replaced {', '.join(lost)}. This package replaces the same methods, so "
+            "those changes would be lost. Switch the patches off, or, if they wrap the host's own "
+            "methods, write import megatron.core.optimizer and NAME = NAME.__wrapped__ for each."
         )
 
 
@@ -180,13 +180,13 @@ def _constructor(
             return
         if type(self) is not HostDistributedOptimizer:
             raise ConfigError(
-                f"{type(self).__module__}.{type(self).__qualname__} is a subclass of {CLASS}, "
-                "which megatron_distopt cannot replace. Build the host's own class, or set "
+                f"{type(self).__module__}.{type(self).__qualname__} is a subclass of {CLASS}, and "
+                "megatron_distopt cannot replace subclasses. Build the host's own class, or set "
                 "MEGATRON_DISTOPT=0."
             )
         call = inspect.signature(original).bind(self, *args, **kwargs).arguments
         decided = merged
-        if decided is None:  # ranks that hold the same params construct together whoever calls
+        if decided is None:  # ranks with the same params always construct together
             data = Group.of(call["data_parallel_group"])
             meet(data)
             decided, _ = raise_together(
@@ -220,11 +220,12 @@ def _chain_constructor(original: Callable[..., None]) -> Callable[..., None]:
                 type(other).__name__ for other in chained_optimizers if other not in ours
             } or {kind.__name__}
             raise ConfigError(
-                f"The distributed optimizer is chained with {', '.join(sorted(others))}, and must "
-                "be alone in its chain. Set MEGATRON_DISTOPT=0, or use adam or sgd for all params."
+                f"The distributed optimizer is chained with {', '.join(sorted(others))}, but a "
+                "chain may hold only distributed optimizers of this package. Use adam or sgd for "
+                "all params, or set MEGATRON_DISTOPT=0."
             )
         if not ours and kind is HostChainedOptimizer:
-            is_wanted(False)  # refuses where the package is required
+            is_wanted(False)  # raises if MEGATRON_DISTOPT=require
         original(self, chained_optimizers, *args, **kwargs)
         if ours:
             self.__class__ = ChainedOptimizer

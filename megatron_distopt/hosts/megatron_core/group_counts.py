@@ -1,4 +1,4 @@
-"""Counts of updates in the param groups of the inner optimizer."""
+"""Shows the count of updates in the param groups of the inner optimizer."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch.optim import Optimizer
 
 
 class _Shown(NamedTuple):
-    """What a group said last."""
+    """The last count in a group."""
 
     num_updates: int
-    version: int  # of the count in the state, as it was known then
+    version: int  # version of the count tensor in the state at that time
 
 
 class GroupCounts:
-    """Counts updates in `group["step"]`, too, as apex's and TransformerEngine's Adam do and the
-    users of a host expect.
+    """Keeps the count of updates in `group["step"]` as well, where apex's and TransformerEngine's
+    Adam have it and users of the host expect it.
 
-    What counts is in the state of each main param, as torch's Adam has it. What users write into
-    the group goes there.
+    The inner optimizer uses the counts in the state of each main param, as torch's Adam does. A
+    count that users write into the group is copied there.
     """
 
     def __init__(self, inner: Optimizer) -> None:
@@ -29,8 +29,8 @@ class GroupCounts:
         self._shown: dict[int, _Shown] = {}  # by group
 
     def follow(self) -> None:
-        """Takes what users have written since, into the group or the state; into both: the group
-        wins."""
+        """Takes over counts that users have written into the group or the state. If both were
+        written, the group wins."""
         for number, group in enumerate(self._inner.param_groups):
             counts = self._counts(group)
             shown = self._shown.get(number)
@@ -44,17 +44,17 @@ class GroupCounts:
                 continue
             elif counts and counts[0]._version != shown.version:
                 self._show(number, group, counts, int(counts[0]))
-            elif group["params"] and not counts:  # the state begins anew
+            elif group["params"] and not counts:  # the state was reset
                 del group["step"], self._shown[number]
 
     def show(self, *, is_after_update: bool = False) -> None:
-        """Writes the counts, which are read off the state; after an update one is added to what was
-        known."""
+        """Writes the counts into the groups. They are read from the state, or after an update
+        counted up by one."""
         for number, group in enumerate(self._inner.param_groups):
             counts = self._counts(group)
             shown = self._shown.get(number)
             if counts and shown is not None and is_after_update:
-                # a look at the device would wait for it
+                # reading the count from the device would wait for it
                 self._show(number, group, counts, shown.num_updates + 1)
             elif counts:
                 self._show(number, group, counts, int(counts[0]))
@@ -67,7 +67,7 @@ class GroupCounts:
         self._shown[number] = _Shown(num_updates, version)
 
     def _counts(self, group: Mapping[str, Any]) -> list[Tensor]:
-        """Empty for a group without a main param on this rank."""
+        """The counts in the state of a group's main params; empty if this rank has none."""
         counts = []
         for main in group["params"]:
             state = self._inner.state.get(main, {})

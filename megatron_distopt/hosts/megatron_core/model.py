@@ -1,5 +1,4 @@
-"""What a session asks of one or several optimizers of megatron-core: how their state is read and
-replaced."""
+"""How a session reads and replaces the state of optimizers of megatron-core."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ class CoreState(HostState):
         self._end_gathers()
 
     def begin_load(self) -> None:
-        """A gather that is in flight is ended: it would write over what is loaded, and the host
-        would take it for ours."""
+        """Also ends a gather in progress: it would overwrite the loaded params, and the host would
+        take it for the gather of the load."""
         check_is_there(self._ours, "load")
         self._end_gathers()
 
@@ -63,8 +62,8 @@ class CoreState(HostState):
 
 
 def check_is_there(ours: Sequence[OneOptimizer], what: str) -> None:
-    """Collective: refuses `what` on all ranks where other code has emptied the state of one, or
-    changed it."""
+    """Collective: refuses `what` on all ranks if other code has emptied or changed the state of one
+    rank."""
 
     def check() -> None:
         for optimizer in ours:

@@ -1,4 +1,4 @@
-"""How this rank's params lie in the whole model, as megatron-core has it."""
+"""Where this rank's params lie in the whole model of megatron-core."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ from megatron_distopt.session import Session
 
 @dataclass(frozen=True)
 class PreparedStep:
-    """What `prepare_grads` leaves for the calls after it."""
+    """The result of `prepare_grads` for the calls after it."""
 
     grads: MainGrads  # by flat param
     decision: StepDecision
 
 
 class OneOptimizer(Protocol):
-    """What steps and checkpoints use of each optimizer of a chain, which optimizer.py builds."""
+    """The attributes of each optimizer of a chain that steps and checkpoints use; optimizer.py
+    implements it."""
 
     config: Any  # the host's OptimizerConfig
     ddp_config: Any  # and its DistributedDataParallelConfig
@@ -52,10 +53,10 @@ class OneOptimizer(Protocol):
     param_groups: list[dict[str, Any]]
     named: dict[str, Parameter]  # the params that it updates
     sharded: ShardedOptimizer
-    offloaded: OffloadedState  # where its state is
-    counts: GroupCounts | None  # where the host's own inner optimizer counts in its param groups
+    offloaded: OffloadedState  # moves its state off the device
+    counts: GroupCounts | None  # if the host's own inner optimizer counts in its param groups
     members: GroupMembers  # the params in the groups of its inner optimizer
-    written: RemainderWatch  # what others did to its params
+    written: RemainderWatch  # watches writes to its params
     session: Session | None  # None until ranks were compared
     prepared: PreparedStep | None  # between `prepare_grads` and the update
 
@@ -66,8 +67,8 @@ class OneOptimizer(Protocol):
 
 
 def whole_model_of(optimizers: Sequence[OneOptimizer]) -> WholeModel:
-    """The model of which these optimizers, for example of dense and of expert params, update the
-    part of this rank."""
+    """The whole model of which these optimizers, such as one for dense and one for expert params,
+    update this rank's part."""
     optimizers[0].sharded.check_has_params("save or load")
     ranks = ranks_of(optimizers[0].model_chunks)
     names = global_names(chunks_of(optimizers), ranks)
@@ -91,15 +92,15 @@ def _share_of(optimizer: OneOptimizer, names: Mapping[Parameter, str], ranks: Mo
     }
 
     def writes(name: str) -> bool:
-        """The rank that does not exclude a param from the norm writes it. Of experts the host
-        excludes biases by the tensor-parallel group of all the other params, over whose ranks
-        experts may be spread."""
+        """Whether this rank writes a param: the one that counts it in the norm does. Experts are an
+        exception, because the host excludes their biases by the tensor-parallel group of the dense
+        params, over which experts may be spread."""
         param = optimizer.named[name]
         if optimizer.distributed_optimizer_instance_id > 0:  # copies of the same shards
             return False
         if getattr(param, "allreduce", True):
-            # Experts that are on all ranks, cut less than the rest or not at all: tensor-parallel
-            # ranks have the same.
+            # Experts that all ranks hold, and that are cut less than the dense params or not at
+            # all: several tensor-parallel ranks have the same ones.
             is_copy = is_expert(name, param) and ranks.tensor[0] >= ranks.expert_tensor[1]
             return not is_copy and not optimizer.is_duplicate(name)
         return ranks.expert_tensor[0] == 0 or bool(getattr(param, "tensor_model_parallel", False))
@@ -110,14 +111,14 @@ def _share_of(optimizer: OneOptimizer, names: Mapping[Parameter, str], ranks: Mo
 def is_expert(name: str, param: Parameter) -> bool:
     """Whether a param is an expert's.
 
-    The host marks experts where they are spread over ranks; their tensor-parallel group is another
-    one anyway.
+    The host marks experts only if they are spread over ranks. Otherwise their name tells, because
+    they have a tensor-parallel group of their own in any case.
     """
     return not getattr(param, "allreduce", True) or "experts" in name.split(".")
 
 
 def expert_tensor_group() -> Any:
-    """The tensor-parallel group of experts; None where the host has no group of their own."""
+    """The tensor-parallel group of experts; None if the host has no such group."""
     find = getattr(parallel_state, "get_expert_tensor_parallel_group", None)
     return None if find is None else find(check_initialized=False)
 

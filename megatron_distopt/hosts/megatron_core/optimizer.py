@@ -1,16 +1,16 @@
 """The sharded optimizer with the methods of megatron-core's own DistributedOptimizer, and the chain
 over several.
 
-Both are subclasses of the host's, because the host's training loop asks `isinstance`, and do not
+Both are subclasses of the host's, because the host's training loop asks `isinstance`. They do not
 run the host's constructor, which allocates on CUDA by name.
 
-[Note: aligned lists] Frameworks take the host's own optimizer apart: they save and swap
-`optimizer.state` by main param, clip gradients of some params, move main params away, write them
-into the model. All of it rests on one main param a model param, the same object in
+[Note: aligned lists] Frameworks use the parts of the host's own optimizer: they save and swap
+`optimizer.state` by main param, clip gradients of some params, move main params away, and write
+them into the model. They rely on one main param for each model param, the same object in
 `optimizer.param_groups`, as a key of `optimizer.state`, in the host's lists and in
-`param.main_param`. So a flat param is one param shard here, and those are what the inner optimizer
-updates: there is no second view that could differ. Methods of the host's that go by these lists
-work as they are. tests/hosts/core_contract.py.
+`param.main_param`. So each flat param is one param shard here, and the inner optimizer updates
+exactly these; no second view could differ. Methods of the host that use these lists work unchanged.
+tests/hosts/core_contract.py.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan
 
 
 class DistributedOptimizer(CoreCalls, HostDistributedOptimizer):
-    """The host's class, with the sharded step inside."""
+    """A subclass of the host's class that makes our sharded step."""
 
     def __init__(
         self,
-        # the host's inner optimizer; None where the rank has no params
+        # the host's inner optimizer; None if the rank has no params
         optimizer: Optimizer | None,
         config: Any,
         grad_scaler: Any,
@@ -83,7 +83,7 @@ class DistributedOptimizer(CoreCalls, HostDistributedOptimizer):
         data_parallel_group: Any,
         data_parallel_group_gloo: Any,
         data_parallel_group_idx: int,
-        # number of this copy; megatron-core 0.9 has one
+        # number of this copy; megatron-core 0.9 has only one
         distributed_optimizer_instance_id: int = 0,
         *,
         merged: Merged,
@@ -100,18 +100,18 @@ class DistributedOptimizer(CoreCalls, HostDistributedOptimizer):
         self.distributed_optimizer_instance_id = distributed_optimizer_instance_id
         names = names_by_param(self.model_chunks)
         in_buffers = [param for buffer in self.buffers for param in buffer.params]
-        # A param that was frozen after it was wrapped keeps its place in the buffer and is left as
-        # it is.
+        # A param that was frozen after it was wrapped keeps its place in the buffer and is not
+        # updated.
         self.named = {names[param]: param for param in in_buffers if param.requires_grad}
         self.sharded = self._build(names, optimizer, merged)
         follow_buffers(
             self.buffers, self.sharded.buffers, self.sharded.flat_params, self.model_chunks
         )
-        # With a config the host's function asks TransformerEngine's Adam for state in low
-        # precision.
+        # Without the config, so that the host's function does not ask for TransformerEngine's state
+        # in low precision.
         begin_state = init_state_fn and (lambda inner, config=None: init_state_fn(inner))
         inner = self.sharded.inner
-        # The host has none on a rank that trains nothing.
+        # On a rank that trains nothing the host has no inner optimizer.
         MegatronOptimizer.__init__(
             self, None if self.is_stub_optimizer else inner, config, begin_state
         )
@@ -127,7 +127,7 @@ class DistributedOptimizer(CoreCalls, HostDistributedOptimizer):
         self, names: Mapping[Parameter, str], optimizer: Optimizer | None, merged: Merged
     ) -> ShardedOptimizer:
         config = merged.options
-        # On a rank without any param, where the backend of the statistics has its tensors.
+        # For a rank without any param: the device on which statistics are summed.
         default = torch.device(find_accelerator(config.accelerator).device_type)
         device = next((param.device for param in self.named.values()), default)
         if merged.muon is None:
@@ -151,7 +151,7 @@ class DistributedOptimizer(CoreCalls, HostDistributedOptimizer):
         return ShardedOptimizer([adopt_buffer(buffer, names) for buffer in self.buffers], plan)
 
     def _publish(self) -> None:
-        """Shows frameworks what they know of the host's own optimizer; see [Note: aligned
+        """Sets the attributes of the host's own optimizer that frameworks use, see [Note: aligned
         lists]."""
         trained = frozenset(self.named.values())
         self.gbuf_ranges: list[Any] = [
@@ -202,8 +202,8 @@ class DistributedOptimizer(CoreCalls, HostDistributedOptimizer):
             self.shard_fp32_from_float16_groups[group].append(flat.main)
 
     def is_duplicate(self, name: str) -> bool:
-        """Whether another rank counts the param of that name in its statistics, by the host's own
-        marks and rules."""
+        """Whether another rank counts a param in its statistics, by the host's own attributes and
+        rules."""
         is_original = tensor_parallel.param_is_not_tensor_parallel_duplicate
         param, groups = self.named[name], dict[str, Any]()
         takes = inspect.signature(is_original).parameters
@@ -214,14 +214,14 @@ class DistributedOptimizer(CoreCalls, HostDistributedOptimizer):
         return not (param_is_not_shared(param) and is_original(param, **groups))
 
     def _get_main_param_and_optimizer_states(self, model_param: Parameter) -> dict[str, Tensor]:
-        """What the host's own formats hold of a param."""
+        """The state of a param in the host's own formats."""
         group, number = self.model_param_group_index_map[model_param]
         main = self.sharded.inner.param_groups[group]["params"][number]
         found = {"param": main, **moments_of(self.sharded.inner, main)}
         return {kind: as_plain(tensor.detach()) for kind, tensor in found.items()}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops `grad` of all params, or zeroes it; the host leaves those of which this rank owns
+        """Drops `grad` of all params, or zeroes it, also of params of which this rank owns
         nothing."""
         mains = [flat.main for flat in self.sharded.flat_params]
         clear_grads([*self.named.values(), *mains], set_to_none=set_to_none)
@@ -232,11 +232,11 @@ class DistributedOptimizer(CoreCalls, HostDistributedOptimizer):
 
     @torch.no_grad()
     def reload_model_params(self, state_dict: Mapping[str, Any] | None = None) -> None:
-        """Refreshes the main params from the model, or from the more precise tensors of a
-        checkpoint.
+        """Copies the model params, or the more precise tensors of a checkpoint, into the main
+        params.
 
         Args:
-            state_dict: the host's model state dict, or None for the model params as they are.
+            state_dict: the host's model state dict; None for the model params as they are.
         """
         self.sharded.check_has_params("reload_model_params")
         if self.session is not None:
@@ -254,8 +254,8 @@ class DistributedOptimizer(CoreCalls, HostDistributedOptimizer):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """As the host's: param groups and grad scaler. The tensors go with `save` or
-        `save_parameter_state`."""
+        """The param groups and the grad scaler, as the host's own returns. `save` or
+        `save_parameter_state` save the tensors."""
         return head_of(self)
 
 
@@ -277,8 +277,8 @@ def _inner_for(
 
 
 def _is_hosts_offloading(optimizer: Optimizer) -> bool:
-    """Whether a copied factory built the host's own optimizer over copies on the host, whose Adam
-    or SGD we replace."""
+    """Whether a framework's copy of the factory built the host's optimizer for offloading with
+    torch's Adam or SGD, which we replace."""
     kind = type(optimizer)
     is_hosts = kind.__name__ == "HybridDeviceOptimizer" and kind.__module__.startswith(
         "megatron.core."
@@ -290,7 +290,7 @@ def _is_hosts_offloading(optimizer: Optimizer) -> bool:
 
 
 def _mark(shard: Tensor, param: Parameter) -> None:
-    """Copies what the host's layers wrote on a param to the part of it that this rank owns."""
+    """Copies the attributes that the host's layers set on a param to this rank's shard of it."""
     copy_tensor_model_parallel_attributes(shard, param)
     for name in ("shared", "allreduce"):
         if hasattr(param, name):

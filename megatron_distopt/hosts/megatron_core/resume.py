@@ -1,8 +1,8 @@
-"""Resuming from what the host's own optimizer saved without names, at the layout that wrote it.
+"""Resumes from a checkpoint of the host's own optimizer without names, at the layout that wrote it.
 
-Flat buffers say nothing about params. The buffers of the run do, where they are the ones that were
-saved: as many buckets, each as long, and main params that round to the weights, which are loaded
-first, as the host does it.
+The saved flat buffers do not say which params they hold. The buffers of the run do, if they are the
+same ones. So they must have as many buckets of the same lengths, and the saved main params must
+round to the model's weights, which the host loads first.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from megatron_distopt.hosts.megatron.own_shards import group_record, loadable_of
 from megatron_distopt.hosts.megatron_core.model_parallel import OneOptimizer, whole_model_of
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
-#: What tells the host's param groups apart.
+#: The keys by which the host identifies param groups.
 _IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 _OTHER_WEIGHTS = (
-    "Load the model's weights of the same iteration first, at the layout and with the bucket size "
-    f"of the run that saved. {REMEDY}"
+    "Load the model's weights of the same iteration first, with the layout and bucket size of the "
+    f"saved run. {REMEDY}"
 )
 #: The saved buffer of a param, by its name in an optimizer.
 _Buffers = dict[tuple[ShardedOptimizer, str], NamelessBuffer]
 
 
 def load_nameless(path: Path, optimizers: Sequence[OneOptimizer], everyone: Group) -> None:
-    """Collective: takes the state in an iteration folder of the host; the params are not gathered
-    yet. The model must have the weights of the same iteration."""
+    """Collective: loads the state in an iteration folder of the host, without gathering the params.
+    The model must have the weights of the same iteration."""
     model = whole_model_of(optimizers)
     load_state(lambda: _loadable(path, optimizers, model), model, everyone)
 
@@ -70,7 +70,7 @@ def _loadable(path: Path, optimizers: Sequence[OneOptimizer], model: WholeModel)
         for adopted, buffer in zip(share.optimizer.buffers, opened.buffers, strict=True):
             for name in adopted.layout.slot_of:
                 buffer_of[share.optimizer, name] = buffer
-        # Refuses buffers in which params lie elsewhere, and a model whose weights are others.
+        # Refuses buffers in which params lie at other places, and a model with other weights.
         for flat, shard in shards_of(share.optimizer):
             buffer = buffer_of[share.optimizer, shard.name]
             main = buffer.read(MAIN, shard.bucket, shard.in_bucket)
@@ -95,7 +95,7 @@ def _loadable(path: Path, optimizers: Sequence[OneOptimizer], model: WholeModel)
 
 
 def _place_of(optimizer: OneOptimizer, number: int) -> OptimizerPlace:
-    """The folder has the name that the host's training script gives it."""
+    """The place of an optimizer's state, in the folder that the host's training script names."""
     folder = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         folder += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}"
@@ -110,16 +110,16 @@ def _place_of(optimizer: OneOptimizer, number: int) -> OptimizerPlace:
 def _records(
     saved: NamelessOptimizer, optimizer: OneOptimizer, share: Share, path: Path
 ) -> Iterator[GroupRecord]:
-    """The saved groups with names: the host makes the same groups in the same order in every
-    run."""
+    """Records of the saved groups with the names of the run's groups: the host makes the same
+    groups in the same order in every run."""
     theirs, ours = (
         [tuple(group.get(key) for key in _IDENTITY) for group in groups]
         for groups in (saved.groups, optimizer.param_groups)
     )
     if theirs != ours:
         raise CheckpointError(
-            f"The param groups in {path} have {', '.join(_IDENTITY)} of {theirs}, and those "
-            f"of this run have {ours}. Resume with the param groups of the saved run."
+            f"{', '.join(_IDENTITY)} of the param groups are {theirs} in {path}, but {ours} in "
+            "this run. Resume with the param groups of the saved run."
         )
     step = the_step(saved.groups, path)
     for group, planned in zip(saved.groups, share.optimizer.plan.groups, strict=True):

@@ -1,12 +1,11 @@
-"""Optimizer state that leaves its device between two phases of training, and comes back with the
-same bits.
+"""Moves optimizer state off its device between two phases of training, and back with the same bits.
 
 Frameworks for reinforcement learning need the memory of the device while they generate.
-megatron-core since 0.15 has `offload_to_cpu` and `restore_from_cpu`; verl moves the tensors of
+megatron-core has `offload_to_cpu` and `restore_from_cpu` since 0.15. verl moves the tensors of
 `shard_fp32_from_float16_groups` and the moments by assigning to their `data` and to the entries of
 `optimizer.state`. Both move the same tensors, each of which has memory of its own. fp32 params are
 their own main params and stay in the host's param buffers, which the host and these frameworks
-offload by themselves.
+offload themselves.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 
 def _is_emptied(tensor: Tensor, numel: int) -> bool:
-    """Whether something of a flat param of `numel` elements has no values; fp32 main params are in
-    a host's buffers."""
+    """Whether a tensor of a flat param of `numel` elements has lost its values."""
     if isinstance(tensor, LowPrecisionTensor):
         tensor = tensor.stored.parts[0]
     is_freed = tensor.numel() > 0 and not tensor.is_meta and tensor.untyped_storage().nbytes() == 0
@@ -35,19 +33,18 @@ def _is_emptied(tensor: Tensor, numel: int) -> bool:
 
 
 class OffloadedState:
-    """Moves the state of one optimizer away and back, in whichever precision it is.
+    """Moves the state of one optimizer away and back, in whatever precision it is stored.
 
-    What is stored in another form than fp32 moves in that form: its memory gets another place, and
-    every tensor that shows its values follows. What is on the host in every phase
-    (optimizer/offload.py) stays there.
+    State in low precision moves as it is stored, and every tensor that shows its values follows.
+    State that is always on the host (optimizer/offload.py) stays there.
     """
 
     def __init__(self, sharded: ShardedOptimizer) -> None:
         self._sharded = sharded
 
     def move_to(self, device: torch.device) -> None:
-        """Moves main params, and what the inner optimizer keeps for each element; what is there
-        already stays."""
+        """Moves main params and the state that the inner optimizer keeps for each element to a
+        device."""
         flat_params = [flat for flat in self._sharded.flat_params if flat.on_host is None]
         for flat, state, name in self._entries(flat_params):
             if isinstance(state[name], LowPrecisionTensor):
@@ -64,10 +61,10 @@ class OffloadedState:
         empty_cache(self._sharded.device)
 
     def check_is_there(self) -> None:
-        """Refuses state that other code has emptied or cut: a save and a load need its values,
-        wherever they are.
+        """Refuses state that other code has emptied or cut: a save and a load need its values, on
+        whatever device.
 
-        Completes state that other code has begun.
+        Adds missing update counts to state that other code has created.
         """
         begin_counts(self._sharded.inner)
         flat_params = self._sharded.flat_params
@@ -80,22 +77,23 @@ class OffloadedState:
         for flat, name, tensor in (*mains, *entries):
             if _is_emptied(tensor, flat.plan.in_buffer.numel):
                 raise LayoutError(
-                    f"Optimizer state was emptied: {name} has no values. Call what your framework "
-                    "has to load it again first."
+                    f"Optimizer state was emptied: {name} has no values. First call your "
+                    "framework's function that loads it again."
                 )
             if tensor is flat.main and (
                 tensor.numel() != flat.plan.in_buffer.numel or tensor.dtype != torch.float32
             ):
                 raise LayoutError(
-                    f"A main param of {flat.plan.in_buffer.numel} elements is {tensor.dtype} "
-                    f"{list(tensor.shape)} now, and must stay as it was. Assign a copy of it on "
-                    "another device only."
+                    f"A main param of {flat.plan.in_buffer.numel} fp32 elements is now "
+                    f"{tensor.dtype} {list(tensor.shape)}. It must keep its dtype and number of "
+                    "elements: assign only copies of it on another device."
                 )
 
     def check_is_back(self) -> None:
-        """Refuses state that was emptied, or is not where an update needs it.
+        """Refuses state that was emptied, or is not on the device where an update needs it.
 
-        Frameworks bring all moments to the device. Those that belong on the host go back there.
+        Frameworks move all moments to the device. Moments that belong on the host are moved back
+        there.
         """
         self.check_is_there()
         flat_params = self._sharded.flat_params
@@ -114,15 +112,16 @@ class OffloadedState:
             )
             if found != flat.model.device:
                 raise LayoutError(
-                    f"Optimizer state is on {found}, and a step needs it on {flat.model.device}. "
-                    "Call optimizer.restore_from_cpu(), or what your framework has for it, before "
-                    "the step."
+                    f"Optimizer state is on {found}, but a step needs it on {flat.model.device}. "
+                    "Before the step, call optimizer.restore_from_cpu() or your framework's "
+                    "function for it."
                 )
 
     def _entries(
         self, flat_params: Iterable[FlatParam]
     ) -> Iterator[tuple[FlatParam, dict[str, Any], str]]:
-        """Every tensor that the inner optimizer keeps: of what, in which dict, under which name."""
+        """Every tensor that the inner optimizer keeps: its flat param, its dict and its key
+        there."""
         for flat in flat_params:
             state = state_of(self._sharded.inner, flat.main)
             yield from ((flat, state, name) for name in list(state) if torch.is_tensor(state[name]))

@@ -1,5 +1,5 @@
-"""What a step of one optimizer or a chain of them adds to `run_step` of optimizer/step.py: all are
-measured and gathered together."""
+"""`CoreStep`: what a step in megatron-core adds to `run_step` of optimizer/step.py. All optimizers
+of a chain are measured and gathered together."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from megatron_distopt.optimizer.step import (
 
 
 def show_grads(optimizer: OneOptimizer, grads: MainGrads, divisor: float | Tensor) -> None:
-    """Puts the unscaled gradients where other code looks for them."""
+    """Puts the unscaled gradients into `grad` of the main params, where other code looks for
+    them."""
     present = [grad for grad in grads if grad is not None]
     if present:
         torch._foreach_div_(present, cast(Tensor, divisor))
@@ -41,7 +42,7 @@ def show_grads(optimizer: OneOptimizer, grads: MainGrads, divisor: float | Tenso
 
 
 def changed_grads(optimizer: OneOptimizer, grads: MainGrads) -> MainGrads:
-    """What other code has made of the gradients that `prepare_grads` showed; takes them away."""
+    """The gradients that `prepare_grads` showed, as other code has changed them. Clears `grad`."""
     changed = list[Tensor | None]()
     for flat, grad in zip(optimizer.sharded.flat_params, grads, strict=True):
         shown, flat.main.grad = flat.main.grad, None
@@ -54,7 +55,7 @@ def changed_grads(optimizer: OneOptimizer, grads: MainGrads) -> MainGrads:
 
 def check_between_steps(optimizer: OneOptimizer) -> None:
     """Refuses params that left the host's buffers, groups with other params, and state that is not
-    there."""
+    on its device."""
     optimizer.members.check(optimizer.sharded.inner.param_groups)
     if optimizer.counts is not None:
         optimizer.counts.follow()
@@ -70,7 +71,7 @@ class CoreStep(HostStep):
     gradients."""
 
     ours: Sequence[OneOptimizer]
-    needs_norm: bool = False  # whether the CPU has to know the norm in this step
+    needs_norm: bool = False  # whether the CPU needs the norm in this step
 
     @classmethod
     def of(
@@ -107,7 +108,7 @@ class CoreStep(HostStep):
             optimizer.model_chunks[0].start_param_sync(force_dispatch=True)
 
     def gather(self) -> None:
-        """Each chunk once, unless the host overlaps that with forward."""
+        """Gathers each chunk once, unless the host overlaps that with forward."""
         if self.ours[0].ddp_config.overlap_param_gather:
             return
         with self.timer("params-all-gather"):
@@ -115,8 +116,8 @@ class CoreStep(HostStep):
                 chunk.start_param_sync()
 
     def end(self, decisions: Sequence[StepDecision]) -> None:
-        """Where the check is deferred, the device goes on with the update while the CPU waits for
-        the statistics."""
+        """Ends a step. With a deferred check the CPU waits for the statistics here, while the
+        device makes the update."""
         if self.optimizers[0].deferred_check is not None:
             finish_deferred_check(self.optimizers, self.everyone, when="")
         for optimizer in self.ours:
@@ -125,7 +126,7 @@ class CoreStep(HostStep):
 
 
 def prepared_of(optimizer: OneOptimizer) -> PreparedStep:
-    """What `prepare_grads` has found, which must have been called."""
+    """The result of `prepare_grads`. Raises if that was not called."""
     if optimizer.prepared is None:
-        raise HostError("Gradients were not measured before this call. Call prepare_grads() first.")
+        raise HostError("The gradients were not measured yet. Call prepare_grads() first.")
     return optimizer.prepared

@@ -34,18 +34,18 @@ from megatron_distopt.optimizer.offload import check_offload
 from megatron_distopt.optimizer.owners.whole_params import TrainedParams
 from megatron_distopt.options import flag_of, variable_of
 
-#: What the options of the host that are torch dtypes mean; its fp16 and fp8 are not served.
+#: The host's state dtypes and our names for them. Its fp16 and fp8 are not supported.
 _STATE_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 @dataclass(frozen=True)
 class Merged:
-    options: DistOptConfig  # of this package, with what the host's config says
-    muon: MuonRequest | None = None  # None where Muon does not update anything
+    options: DistOptConfig  # of this package, with the host's config merged in
+    muon: MuonRequest | None = None  # None if the run does not use Muon
 
 
 def check_parallel_state(is_there: bool) -> None:
-    """Refuses the host's flag where process groups are missing."""
+    """Refuses the host's flag if the host's process groups are missing."""
     if not is_there:
         raise ConfigError(
             "use_distributed_optimizer is set, but parallel_state is not initialized. Call "
@@ -54,15 +54,14 @@ def check_parallel_state(is_there: bool) -> None:
 
 
 def merge_config(options: DistOptConfig, host: Any) -> Merged:
-    """Adds the settings of `host`, an OptimizerConfig, to the options of this package, which it has
-    no flags for."""
+    """Adds the settings of `host`, an OptimizerConfig, to the options of this package."""
     _check_options("config", host)
     check_layer_wise(host)
     # what the host's own DistributedDataParallel decides
     for name, hosts_flag in HOSTS_OWN.items():
         if getattr(options, name) != OPTIONS[name].default:
             raise ConfigError(
-                f"{name} is set, and megatron-core leaves it to the host's {hosts_flag}. Drop "
+                f"{name} is set, but megatron-core decides it by {hosts_flag}. Drop "
                 f"{flag_of(name)}."
             )
     hosts = MUON if is_hosts_muon(host) else host.optimizer
@@ -82,8 +81,8 @@ def merge_config(options: DistOptConfig, host: Any) -> Merged:
         "initial_loss_scale": host.initial_loss_scale,
         "min_loss_scale": host.min_loss_scale,
     }
-    # --no-check-for-nan-in-loss-and-grad of a training script: steps are to be left out. The field
-    # of DistributedDataParallelConfig cannot say it, because False is its default.
+    # With --no-check-for-nan-in-loss-and-grad a training script asks to skip steps. The field of
+    # DistributedDataParallelConfig does not show it, because False is its default.
     if (
         "nonfinite" not in options.explicit
         and getattr(arguments(), "check_for_nan_in_loss_and_grad", True) is False
@@ -94,7 +93,7 @@ def merge_config(options: DistOptConfig, host: Any) -> Merged:
 
 
 def _state_precision(host: Any) -> dict[str, str]:
-    """The options for the precision of the state; empty where the host leaves them to us."""
+    """The options for the precision of the state; empty if the host's config does not set them."""
     if not getattr(host, "use_precision_aware_optimizer", False):
         return {}
     precision = {}
@@ -110,9 +109,9 @@ def _state_precision(host: Any) -> dict[str, str]:
                 )
             found = "fp8" if dtype is torch.uint8 else dtype_name(dtype)
             supported = " or ".join(_STATE_DTYPES.values())
-            raise ConfigError(f"{name} is {found}, and must be {supported}. {remedy}.")
+            raise ConfigError(f"{name} is {found}, but it must be {supported}. {remedy}.")
         precision[name] = _STATE_DTYPES[dtype]
-    # The host's own remainders are of bf16 params as well.
+    # As in the host, only bf16 params have remainders.
     if (
         precision["main_params_dtype"] == "float32"
         and host.bf16
@@ -123,25 +122,25 @@ def _state_precision(host: Any) -> dict[str, str]:
 
 
 def offload_of(host: Any) -> dict[str, float]:
-    """The option for state on the host; empty where the host leaves it to us.
+    """The option for state in CPU memory; empty if the host's config does not ask for it.
 
-    Copies down and up are always overlapped, and the kernel is torch's, so
-    `overlap_cpu_optimizer_d2h_h2d` and `use_torch_optimizer_for_cpu_offload` change nothing.
+    Copies are always overlapped, and the kernel is torch's. So `overlap_cpu_optimizer_d2h_h2d` and
+    `use_torch_optimizer_for_cpu_offload` have no effect.
     """
     if not getattr(host, "optimizer_cpu_offload", False):
         return {}
     for name in ("pin_cpu_grads", "pin_cpu_params"):
         if not getattr(host, name, True):
             raise ConfigError(
-                f"{name} is False with optimizer_cpu_offload, and gradients and params are copied "
-                f"from pinned memory. Drop --no-{name.replace('_', '-')}."
+                f"{name} is False, but optimizer_cpu_offload always copies gradients and params "
+                f"through pinned memory. Drop --no-{name.replace('_', '-')}."
             )
     return {"offload_fraction": host.optimizer_offload_fraction}
 
 
 def _check_options(where: str, options: Any) -> None:
-    """Refuses options by facts.py, and fields off their default that no version had on which this
-    adapter was tried."""
+    """Refuses the options that facts.py lists as refused, and unknown fields that do not have their
+    default."""
     check_refused(options, REFUSED)
     for field in fields(options) if is_dataclass(options) else ():
         default = None if field.default is MISSING else field.default
@@ -150,28 +149,28 @@ def _check_options(where: str, options: Any) -> None:
         value = getattr(options, field.name)
         if not is_judged(where, field.name) and value != default:
             raise ConfigError(
-                f"{field.name} is {value!r} in {type(options).__name__}, its default is "
-                f"{default!r}, and megatron_distopt does not know this field. Leave {field.name} "
-                "out, or use a megatron_distopt that lists it."
+                f"{field.name} is {value!r} in {type(options).__name__} (default {default!r}), but "
+                f"megatron_distopt does not know this field. Leave {field.name} out, or use a "
+                "megatron_distopt that supports it."
             )
 
 
 def check_model(chunks: Sequence[Any], merged: Merged) -> InnerChoice | None:
-    """Checks everything about the model that this rank can see by itself.
+    """Checks everything about the model that one rank can check.
 
-    Returns the inner optimizer beside Muon, unless the host brings an object; None on a rank
-    without params.
+    Returns the inner optimizer, with Muon the Adam for the other params. None on a rank without
+    params.
     """
     config, names, choice = merged.options, names_by_param(chunks), None
     devices = {param.device for param in names}
     if devices:
         device = check_devices(devices, find_accelerator(config.accelerator))
         trained = {name: param for param, name in names.items() if param.requires_grad}
-        # by whom each is sharded does not matter yet
+        # the groups over which params are sharded do not matter yet
         params = TrainedParams.of(trained, lambda name: Group.of())
         asked = replace(config, optimizer="adam") if merged.muon else config
         if ":" not in asked.optimizer:
-            asked = replace(asked, updates=None)  # of a class that may take the place of the host's
+            asked = replace(asked, updates=None)  # it describes a class that a framework may build
         choice = choose_inner(asked, device.type, params)
     layouts: list[tuple[BufferLayout, torch.dtype]] = []
     for chunk in chunks:
@@ -183,8 +182,8 @@ def check_model(chunks: Sequence[Any], merged: Merged) -> InnerChoice | None:
             check_refused(param, REFUSED, f" of param {name!r}")
             if param not in chunk.param_to_bucket_group:
                 raise LayoutError(
-                    f"The param {name!r} is in no buffer of its DistributedDataParallel. Unfreeze "
-                    "params before wrapping."
+                    f"Param {name!r} is in no buffer of its DistributedDataParallel. Call "
+                    "param.requires_grad_(True) before the model is wrapped."
                 )
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             layouts.append((layout_of(buffer, names), buffer.param_data.dtype))
@@ -200,8 +199,9 @@ def _check_ddp(chunk: Any) -> None:
     needed = ("ddp_config", "bucket_groups", "param_to_bucket_group")
     if not all(hasattr(chunk, name) for name in needed):
         raise HostError(
-            f"A model chunk is {type(chunk).__name__}, and must be wrapped by "
-            "megatron.core.distributed.DistributedDataParallel. Wrap it, or drop the flag."
+            f"A model chunk is a {type(chunk).__name__}, but it must be wrapped in "
+            "megatron.core.distributed.DistributedDataParallel. Wrap it, or drop "
+            "--use-distributed-optimizer."
         )
     _check_options("ddp_config", chunk.ddp_config)
     check_refused(getattr(chunk, "config", None), REFUSED)

@@ -1,4 +1,4 @@
-"""The state of a model in torch's format, and what snapshots have beside it."""
+"""The state of a model in torch's format, and the tensors that snapshots hold in addition."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def names_of_grouped(model: ShardedModel, groups: _Groups) -> dict[Parameter, st
     num_left = sum(param not in names for param in grouped)
     if num_left:
         raise LayoutError(
-            f"{num_left} params of the param groups are no longer in the model, as after "
-            "load_state_dict(..., assign=True) or where a module was taken out. Load without "
-            "assign=True, or build the optimizer afterwards."
+            f"{num_left} params of the param groups are no longer in the model. This happens after "
+            "load_state_dict(..., assign=True), or when a module is removed. Load without "
+            "assign=True, or build the optimizer after the change."
         )
     return {param: names[param] for param in grouped}
 
@@ -60,9 +60,9 @@ def load_torch_state(model: ShardedModel, groups: _Groups, state: Mapping[str, A
 
 
 class UntrainedTensors:
-    """Buffers and frozen params, which snapshots have where they changed since the start.
+    """Module buffers and frozen params. Snapshots hold those that changed since the start.
 
-    `is_cut` is whether the model is cut over ranks beside data parallelism.
+    `is_cut`: whether the model is cut over ranks in addition to data parallelism.
     """
 
     def __init__(self, chunks: Sequence[Module], *, is_cut: bool) -> None:
@@ -70,8 +70,8 @@ class UntrainedTensors:
         self._census = VersionCensus({})  # as training began
 
     def changed(self) -> dict[str, Tensor]:
-        """Buffers, whose changes torch's norms do not count, and frozen params that were
-        changed."""
+        """All module buffers, because torch's norms change theirs unnoticed, and the frozen params
+        that were changed."""
         found = untrained_tensors(self._chunks)
         changed = set(self._census.changed(found))
         return {
@@ -82,7 +82,7 @@ class UntrainedTensors:
 
     @torch.no_grad()
     def take(self, resumed: Resumed | None) -> Resumed | None:
-        """Takes back what a snapshot has of them, and remembers them as they are when training
+        """Takes the tensors back from a snapshot, and remembers them as they are when training
         begins."""
         found = untrained_tensors(self._chunks)
         if resumed is not None:
@@ -92,8 +92,8 @@ class UntrainedTensors:
                 is_cut_otherwise or any(saved[name].shape != found[name].shape for name in saved)
             ):
                 raise CheckpointError(
-                    "The snapshot has buffers of a model that is cut otherwise. Start at the sizes "
-                    "of the run before."
+                    "The snapshot has module buffers or frozen params of a model that was cut over "
+                    "ranks differently. Start with the parallel sizes of the run before."
                 )
             for name, tensor in saved.items():
                 found[name].copy_(tensor)

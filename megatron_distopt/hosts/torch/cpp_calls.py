@@ -1,11 +1,12 @@
 """Calls from Python into C++ code of torch that reads tensors without asking their class.
 
 [Note: reads in C++] A class with a `__torch_function__` learns what Python code does with its
-tensors. TorchScript, functorch and DLPack read them in C++ instead, also through the params that a
-script module holds. So the calls that lead there are watched, as soon as there are tensors that may
-not be read as they are: gradients of one rank (buffers/grad_buffer.py), and params that are being
-gathered (gather.py). A function that a program imported by name before that is not watched, and
-neither is an extension that reads memory by its address. tests/hosts/test_readers.py
+tensors. TorchScript, functorch and DLPack read tensors in C++ instead, also through the params that
+a script module holds. Some tensors must not be read yet: gradients of one rank
+(buffers/grad_buffer.py), and params that are being gathered (gather.py). Once there are any, the
+calls that lead to C++ are watched. Two kinds of reads go unseen: those of a function that a program
+imported by name earlier, and those of an extension that reads memory by its address.
+tests/hosts/test_readers.py
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ _checks: dict[Callable[[str, Sequence[Any]], None], None] = {}
 
 
 def before_cpp_calls(check: Callable[[str, Sequence[Any]], None]) -> None:
-    """From now on `check` is told the name of each such call and its arguments, before it is made.
+    """Calls `check` before each such call from now on, with its name and arguments.
 
-    Of a method the object is the first argument.
+    The first argument of a method is its object.
     """
     if not _checks:
         for owner, name in _CALLS:

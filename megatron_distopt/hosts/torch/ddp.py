@@ -1,24 +1,25 @@
-"""Params that torch's DistributedDataParallel (DDP) has as well: frameworks wrap a model in it
-without being asked.
+"""Params of a model that is also wrapped in torch's DistributedDataParallel (DDP), as some
+frameworks do without being asked.
 
 [Note: gradients under DDP] DDP averages `param.grad` over all ranks before backward ends, so it is
-the gradient of the model, which clipping by torch or by a framework may read and change. It stays
-torch's own tensor, in the param's dtype as DDP demands, and the step copies it into the grad buffer
-and reduces it like any other gradient: the average of equal values is the same value, and a change
-that a user made on all ranks alike is kept. That costs a reduce-scatter and the memory of the
-gradients twice more: a model that is not wrapped is trained in less memory and time.
+the gradient of the whole model, and torch's clipping or a framework's may read and change it. It
+stays torch's own tensor, in the param's dtype as DDP demands. The step copies it into the grad
+buffer and reduces it like any other gradient: the average of equal values is the same value, so a
+change that a user made on all ranks is kept. This costs one more reduce-scatter and twice the
+memory of the gradients; a model that is not wrapped trains faster and in less memory.
 
-DDP's `join()`, for ranks with unequal numbers of batches, stands in for the collectives of DDP on a
-rank that has run out of them, and not for those of a step, in which the others would wait for it.
+DDP's `join()` serves ranks with unequal numbers of batches. On a rank that has run out of batches
+it takes part in DDP's collectives, but not in those of a step, so the other ranks would wait in the
+step forever. It is refused.
 
-DDP averages only what a forward pass through it has prepared, outside its `no_sync()`. After any
-other backward torch's own optimizer would use each rank's own gradients, and the params of the
-ranks would differ: refused on all of them. So is a communication hook, or a process group, that
-does not average over all ranks: where there is one, the ranks compare a checksum of the gradients
-that DDP has left. A param that DDP leaves to each rank is refused in a param group.
+DDP averages only after a forward pass through it, outside its `no_sync()`. After any other backward
+torch's own optimizer would use each rank's own gradients, and the params of the ranks would drift
+apart. This is refused on all ranks. A communication hook or a process group may also fail to
+average over all ranks, so where there is one, the ranks compare a checksum of the gradients that
+DDP left. A param that DDP was asked to ignore is refused in a param group.
 
-DDP lays out its buckets by the strides that it finds, and reads them by the strides of the moment,
-so params keep theirs: see [Note: memory order] in layout/spans.py.
+DDP lays out its buckets by the strides that it finds, and later reads them by the current strides.
+So params keep theirs: see [Note: memory order] in layout/spans.py.
 """
 
 from __future__ import annotations
@@ -42,18 +43,19 @@ from megatron_distopt.hosts.torch.params import is_updated
 #: backward. Absent before the first one.
 _PREPARES = "_distopt_prepares"
 NO_JOIN = (
-    "join() was used with an optimizer of distribute(...), whose step needs all ranks. Give every "
-    "rank as many batches, such as by DistributedSampler(..., drop_last=True); or do not wrap the "
-    "model in DistributedDataParallel, and let a rank that has run out of batches call "
-    "optimizer.zero_grad() and optimizer.step() as often as the others."
+    "join() does not work with an optimizer of distribute(...), because every step needs all "
+    "ranks. Give all ranks the same number of batches, for example with "
+    "DistributedSampler(..., drop_last=True). Or do not wrap the model in DistributedDataParallel, "
+    "and let a rank that has run out of batches call optimizer.zero_grad() and optimizer.step() as "
+    "often as the others do."
 )
 #: DDP's own attribute, which is set whenever averaging is prepared.
 _DDPS_OWN = "require_forward_param_sync"
 
 
 class _AllDDP:
-    """All instances of DistributedDataParallel of this process; nothing is watched before the first
-    optimizer."""
+    """All instances of DistributedDataParallel in this process, watched from the first optimizer
+    on."""
 
     def __init__(self) -> None:
         self.models: WeakSet[DistributedDataParallel] = WeakSet()
@@ -79,8 +81,8 @@ class _AllDDP:
 
 
 def _before_forward(model: DistributedDataParallel, _: Any) -> None:
-    """Notes that averaging is prepared. It is compiled along with the model, so it only sets an
-    attribute."""
+    """Notes that averaging is prepared. torch.compile may compile it along with the model, so it
+    only sets an attribute."""
     if model._join_config.enable and any(map(is_updated, model.parameters())):
         raise ConfigError(NO_JOIN)
     if torch.is_grad_enabled():
@@ -91,7 +93,7 @@ def _is_prepared(model: Module | None) -> bool:
     """Whether DDP averages in the next backward.
 
     Lightning prepares each backward of a manual optimization by itself, without a forward pass, and
-    sets DDP's own attribute to True; since the last step `_forget` has made it an int.
+    sets DDP's own attribute to True. `_forget` made it an int after the last step, so True is new.
     """
     was_forgotten = hasattr(model, _PREPARES)
     is_by_framework = was_forgotten and getattr(model, _DDPS_OWN, None) is True
@@ -99,7 +101,8 @@ def _is_prepared(model: Module | None) -> bool:
 
 
 def _forget(model: Module) -> None:
-    """Notes that the averaging of a backward has ended; for DDP its attribute keeps its meaning."""
+    """Notes that the averaging of a backward has ended. DDP reads its attribute as a bool, and an
+    int means the same to it."""
     setattr(model, _PREPARES, False)
     setattr(model, _DDPS_OWN, int(getattr(model, _DDPS_OWN)))
 
@@ -108,7 +111,7 @@ _all_ddp = _AllDDP()
 
 
 class DDPWatch:
-    """Which params of an optimizer DDP has, and whether it averaged their gradients."""
+    """Which params of an optimizer are also in DDP, and whether DDP averaged their gradients."""
 
     def __init__(self, *, overlaps: bool) -> None:
         self._overlaps = overlaps  # whether the optimizer itself reduces gradients in backward
@@ -141,35 +144,35 @@ class DDPWatch:
         (self._not_averaged.discard if is_averaged else self._not_averaged.add)(id(param))
 
     def complaint(self, slots: Sequence[GradSlot]) -> DistOptError | None:
-        """What was wrong with the backward passes since the last step, in which some were used;
-        asked before a step."""
+        """What was wrong with the backward passes through DDP since the last step; called before a
+        step."""
         if ignored := [slot.name for slot in slots if is_ignored(slot.param)]:
             return trained_though_ignored(ignored[0])
         if any(model.mixed_precision is not None for model in self.used_models):
             return ConfigError(
-                "DistributedDataParallel(mixed_precision=...) keeps params in memory of its own, "
-                "to which the distributed optimizer does not write. Leave mixed_precision out, and "
-                "use torch.autocast or a model in bfloat16."
+                "DistributedDataParallel(mixed_precision=...) trains copies of the params, which "
+                "the distributed optimizer cannot update. Leave mixed_precision out, and use "
+                "torch.autocast or a model in bfloat16."
             )
         if self._not_averaged:
             return LayoutError(
-                "A model is in DistributedDataParallel, which did not average its gradients. Call "
-                "the wrapped model outside of its no_sync() for the last backward of a step, or do "
-                "not wrap the model."
+                "A model is wrapped in DistributedDataParallel, but the last backward did not "
+                "average its gradients. For the last backward of a step call the wrapped model "
+                "outside of its no_sync(), or do not wrap the model."
             )
         if self._overlaps:
             return ConfigError(
-                "overlap_grad_reduce is True for a model in DistributedDataParallel, which "
-                "averages gradients by itself. Leave overlap_grad_reduce out, or do not wrap the "
-                "model."
+                "overlap_grad_reduce is True, but the model is wrapped in DistributedDataParallel, "
+                "which already averages its gradients. Leave overlap_grad_reduce out, or do not "
+                "wrap the model."
             )
         return None
 
     def sum_of_hooked(self, slots: Sequence[GradSlot], num_ranks: int) -> int:
-        """A checksum of the gradients that DDP has left, for `num_ranks` ranks to compare.
+        """A checksum of the gradients that DDP left, for `num_ranks` ranks to compare.
 
-        0 where DDP has averaged them by itself over as many ranks; otherwise a communication hook
-        may have done something else. It waits for the device.
+        0 where DDP itself averaged them over that many ranks. Otherwise a communication hook may
+        have done something else, and the checksum waits for the device.
         """
         if not any(
             model._comm_hooks or model.process_group.size() < num_ranks
@@ -183,7 +186,7 @@ class DDPWatch:
 
     @property
     def used_models(self) -> set[DistributedDataParallel]:
-        """Through which backward has gone since the last step."""
+        """The models whose backward ran since the last step."""
         return {
             model
             for models in self.used.values()
@@ -200,27 +203,29 @@ class DDPWatch:
 
 
 def is_ignored(tensor: Tensor | None) -> bool:
-    """Whether DDP leaves a param or module buffer to each rank, as users may ask it to."""
+    """Whether a user asked DDP to ignore a param or module buffer, so that each rank keeps its
+    own."""
     return getattr(tensor, "_ddp_ignored", False)
 
 
 def trained_though_ignored(name: str) -> LayoutError:
     return LayoutError(
-        f"Param {name!r} is in the optimizer, and DistributedDataParallel was told to leave it to "
-        "each rank (_set_params_and_buffers_to_ignore_for_model). This optimizer gives all ranks "
-        "the same params: train it by torch.optim.AdamW([param]), and leave it out of this one."
+        f"Param {name!r} is in the distributed optimizer, but DistributedDataParallel was told to "
+        "ignore it (_set_params_and_buffers_to_ignore_for_model), so each rank has its own value. "
+        "This optimizer gives all ranks the same params. Leave the param out of it, and train it "
+        "with torch.optim.AdamW([param])."
     )
 
 
 def check_strides(named: Mapping[str, Parameter]) -> None:
-    """Refuses params of DDP that are about to get other strides: it writes gradients by those that
-    it found, and reads them by those of the moment."""
+    """Refuses params in DDP whose strides are about to change: DDP writes gradients by the strides
+    that it found, and reads them by the current ones."""
     watch = DDPWatch(overlaps=False)
     for name, param in named.items():
         if memory_order(param) and watch.has(param):
             raise LayoutError(
-                f"Param {name!r} has strides {param.stride()} for shape {tuple(param.shape)} and "
-                "is in DistributedDataParallel. An optimizer of whole params needs it row by row: "
-                "write param.data = param.data.contiguous() before DistributedDataParallel wraps "
-                "the model, or wrap it after distribute(...)."
+                f"Param {name!r} of shape {tuple(param.shape)} has strides {param.stride()} and is "
+                "in DistributedDataParallel. An optimizer that updates whole params needs it "
+                "contiguous. Write param.data = param.data.contiguous() before "
+                "DistributedDataParallel wraps the model, or wrap the model after distribute(...)."
             )

@@ -1,17 +1,17 @@
-"""The all-gather of params after a step. Where it is overlapped, a read of a param waits for the
-param.
+"""The all-gather of params after a step. With overlap, a read of a param waits until it is
+gathered.
 
-[Note: pending params] Params are read by modules, but also by a method that calls no module
-(`model.loss(x)`), by an exponential moving average, by `state_dict()`. So while a param is being
-gathered, the Parameter has another class, one with a `__torch_function__`: every operator of torch
-that Python code calls with it waits first. Kernels that other packages bind without torch's
-operators are not seen there; they are called by modules, which wait for their own params before
-`forward`. On a device a wait makes the current stream wait, and not the CPU, so the class stays
-until the gather has ended: every stream that reads the param waits for itself.
+[Note: pending params] Modules read params, but so do methods that call no module (`model.loss(x)`),
+exponential moving averages, and `state_dict()`. So while a param is being gathered, the Parameter
+has another class, which has a `__torch_function__`: every torch operator that Python code calls
+with it waits first. Kernels of other packages that are not torch operators are not seen there.
+Modules call them, and a module waits for its own params before `forward`. On a device the current
+stream waits and not the CPU, so the class stays until the gather has ended: every stream that reads
+the param has to wait.
 
 [Note: compiled models] torch.compile reads params in code that it generates. Its guards see that
-the class of a param has changed, and compile again; when that begins, all gathers are waited for,
-and from then on in `step()`.
+the class of a param has changed, and it compiles again. When that begins, all gathers are waited
+for, and from then on `step()` itself waits for them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _DESCRIBING = {
 
 #: By the id of a param that is pending, the gather that it waits for.
 _pending: dict[int, ref[ParamGather]] = {}
-#: All of this process that overlap, for torch.compile.
+#: All gathers of this process that are overlapped, for torch.compile.
 _gathers: WeakSet[ParamGather] = WeakSet()
 
 
@@ -57,7 +57,7 @@ class _PendingMixin:
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """Copies the param as what it is otherwise: the class of a copy would never be restored."""
+        """Copies the param with its usual class: nothing would restore the class of a copy."""
         param = _settled(self)
         return memo.setdefault(id(param), type(param)(param.detach().clone(), param.requires_grad))
 
@@ -87,7 +87,7 @@ def _wait_for(values: Iterable[Any]) -> None:
 
 
 def _settled(param: Any) -> Any:
-    """The param, once its values are there and its class is restored."""
+    """Waits until the param has its values and its usual class, and returns it."""
     if gather := _gather_of(param):
         gather.finish()
     return param
@@ -99,8 +99,7 @@ def _pending_class(usual: type[Parameter]) -> type[Parameter]:
 
 
 class ParamGather:
-    """Gathers the params of a model after a step; where that is overlapped, a read of one waits for
-    it."""
+    """Gathers the params of a model after a step. With overlap, a read of a param waits for it."""
 
     def __init__(self, communicator: Communicator, chunks: Sequence[Module]) -> None:
         self._communicator, self._chunks = communicator, chunks
@@ -116,7 +115,7 @@ class ParamGather:
             before_cpp_calls(_before_cpp_call)
 
     def add(self, named: Mapping[str, Parameter]) -> None:
-        """Takes over further params, which the communicator gathers. Between two steps, on all
+        """Takes over further params that the communicator gathers. Called between two steps, on all
         ranks alike."""
         if not self._communicator.overlaps_params:
             return
@@ -126,9 +125,9 @@ class ParamGather:
         self._remove_hooks()
         for module in {module: None for chunk in self._chunks for module in chunk.modules()}:
             own = [param for param in module.parameters(recurse=False) if param in self._names]
-            # a script module takes no hooks, and its calls wait, see [Note: reads in C++]
+            # A script module takes no hooks; its calls wait, see [Note: reads in C++].
             if own and not self._is_compiled and not isinstance(module, torch.jit.ScriptModule):
-                # In front of whatever else is hooked there, which may read params.
+                # Before all other hooks, because they may read params.
                 self._handles.append(
                     module.register_forward_pre_hook(_BeforeForward(own), prepend=True)
                 )
@@ -139,20 +138,19 @@ class ParamGather:
         self._handles.clear()
 
     def release(self) -> None:
-        """Ends this: the params are torch's again."""
+        """Ends the gathering: the params are torch's again."""
         self.finish()
         self._remove_hooks()
 
     def gather(self) -> None:
-        """Collective: gathers what the owners have updated; where that is overlapped, it is only
-        begun."""
+        """Collective: gathers the params that their owners have updated. With overlap it only
+        begins to."""
         if self._usual:
             self.finish()
         self._communicator.gather()
         if not self._communicator.overlaps_params:
             return
-        # torch's compiler is watched once the program has imported it, because the import takes
-        # seconds.
+        # torch's compiler is watched only after the program imported it: the import takes seconds.
         handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
         if handler is not None and _compiler_starts not in handler.start_callbacks:
             handler.register_start_callback(_compiler_starts)
@@ -182,7 +180,7 @@ class ParamGather:
             _pending.pop(id(param), None)
 
     def gather_in_step(self) -> None:
-        """Ends the overlap: waits for what is under way, and from now on in `step()`."""
+        """Ends the overlap: waits for the present gather now, and for later ones in `step()`."""
         self._is_compiled = True
         self.finish()
         self._remove_hooks()
@@ -195,8 +193,8 @@ class ParamGather:
 
 
 class _BeforeForward:
-    """Waits for a module's own params before its forward pass; a copy of the module waits for the
-    same params."""
+    """Waits for a module's own params before its forward pass. A copy of the module waits for the
+    params of the original."""
 
     def __init__(self, params: Sequence[Parameter] = ()) -> None:
         self._params = params
@@ -215,8 +213,8 @@ class _BeforeForward:
 def _before_cpp_call(call: str, args: Sequence[Any]) -> None:
     """Waits for params that C++ code is about to read, see [Note: reads in C++].
 
-    A module that becomes a script module cannot take hooks along, so its params are gathered in
-    `step()` from then on.
+    A module that becomes a script module loses its hooks, so from then on its params are gathered
+    in `step()`.
     """
     if _pending:
         _wait_for(args)

@@ -1,4 +1,4 @@
-"""`distribute(...)`: how our optimizer gets under any `torch.nn.Module`, no Megatron around it."""
+"""`distribute(...)` gives any `torch.nn.Module` a distributed optimizer, without a Megatron."""
 
 from __future__ import annotations
 
@@ -66,21 +66,21 @@ def distribute(
     Args:
         model: one module, or several whose params are optimized together; on its device, in its
             dtypes.
-        optimizer: any element-wise optimizer of torch's or of your own over params of the model,
-            not yet stepped. Its groups are used; those of its params that are frozen train once
-            they are not. Also `torch.optim.Muon`, and a list of it and an Adam of torch's for the
-            params that are no matrices. Without one, an Adam with decoupled weight decay over the
-            whole model, or what the config says.
+        optimizer: an element-wise optimizer of torch's or of your own over params of the model,
+            before its first step. Its param groups are used; its frozen params begin to train when
+            they are unfrozen. `torch.optim.Muon` works too, and so does a list of it and a torch
+            Adam for the params that are not matrices. Without an optimizer, the config decides; the
+            default is an Adam with decoupled weight decay over the whole model.
         config: options that torch has no name for.
         param_groups: as for `torch.optim`; only without an optimizer.
-        process_group: data-parallel ranks, which hold the same params; all ranks where None.
-        stats_process_group: ranks that hold a part of the model, over which gradient statistics are
-            added up; `process_group` where None.
-        excluded_from_norm: by param name, whether this rank leaves it out of those statistics: True
-            on all but one rank for a param that several ranks of `stats_process_group` hold in
-            addition to data parallelism.
-        placement: from a name and its param to where this rank's part lies in the whole model, for
-            checkpoints of a model that is cut over `stats_process_group`.
+        process_group: data-parallel ranks, which hold the same params; None for all ranks.
+        stats_process_group: all ranks that hold a part of the model. Gradient statistics are summed
+            over them. None for `process_group`.
+        excluded_from_norm: takes a param name and returns whether this rank leaves the param out of
+            those statistics. If several ranks of `stats_process_group` hold a param in addition to
+            data parallelism, return True on all but one of them.
+        placement: takes a name and its param and returns where this rank's part lies in the whole
+            model. Checkpoints of a model that is cut over `stats_process_group` need it.
         broadcast_buffers: whether module buffers that training changes (running statistics) follow
             rank 0 after each step.
         options: fields of `DistOptConfig`, such as `clip_grad=1.0`.
@@ -100,8 +100,8 @@ def distribute(
         placement=placement,
         broadcast_buffers=broadcast_buffers,
     )
-    # The plan lives as long as the model, which must not keep the user's optimizers: they lead to
-    # ours.
+    # The plan lives as long as the model and must not refer to the user's optimizers: they refer to
+    # ours, and the cycle would keep the model alive.
     plan, optimizers = raise_together(lambda: plan_model(given, data, everyone), everyone)
     _compare(plan, everyone)
     own = plan.step.config
@@ -114,7 +114,7 @@ def distribute(
 
 
 def _announce(sharded: ShardedModel, plan: ModelPlan) -> None:
-    """Logs the block that says what is active."""
+    """Logs the block that shows what is active."""
     config = plan.step.config
     overlaps = {"grads": config.overlap_grad_reduce, "params": config.overlap_param_gather}
     words = [f"{what} {'' if is_on else 'not '}overlapped" for what, is_on in overlaps.items()]
@@ -123,13 +123,13 @@ def _announce(sharded: ShardedModel, plan: ModelPlan) -> None:
         f"overlap    {', '.join(words)}",
     ]
     if not sharded.had_same_values:
-        more.append("values     of params differed between ranks: all have those of rank 0 now")
+        more.append("values     of params differed between ranks: all now have those of rank 0")
     announce(describe("a torch program", ("distribute",), [sharded.sharded], plan.device, *more))
 
 
 def _compare(plan: ModelPlan, everyone: Group) -> None:
-    """Collective: compares ranks, also in frozen params and module buffers, which all begin with
-    alike."""
+    """Collective: compares ranks, including frozen params and module buffers, with which all ranks
+    must begin alike."""
 
     def described(name: str, tensor: Tensor) -> str:
         return f"{name} {dtype_name(tensor.dtype)}{list(tensor.shape)}"

@@ -2,12 +2,12 @@
 are reduced.
 
 [Note: phases of a gradient] A rank's contributions are *local* until they are *reduced*: then its
-own shards hold the sum over ranks, and the rest of the buffer has no meaning. After the step
-`param.grad` stays, as in torch, until it is cleared. If it is not, the next backward adds to that
-gradient, as in torch. Before that, `_reopen` makes the buffer
-local again: it zeroes the elements that this rank does not own, and scales its sums so that the
-next reduction restores them. The same holds for a backward after `clip_grad_norm_` or `full_grad`.
-A *round* is the time from the first backward until a step is made or gradients are cleared.
+own shards hold the sum over ranks, and the rest of the buffer has no meaning. As in torch,
+`param.grad` stays after the step until it is cleared, and a backward before that adds to it. Then
+`_reopen` first makes the buffer local again: it zeroes the elements that this rank does not own,
+and scales its sums so that the next reduction restores them. The same holds for a backward after
+`clip_grad_norm_` or `full_grad`. A *round* is the time from the first backward until a step is made
+or gradients are cleared.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Phase(Enum):
 
 
 class ScaledLoss:
-    """Refuses gradients of a loss that is not scaled, where there is a loss scale."""
+    """With a loss scale, refuses gradients of a loss that was not scaled."""
 
     def __init__(self, config: DistOptConfig) -> None:
         #: Whether every backward has to begin at a loss that `mark` returned.
@@ -77,11 +77,12 @@ class ScaledLoss:
         self._is_in_backward = False
 
     def check(self, name: str) -> None:
-        """Called in a backward that has a gradient of the param of that name."""
+        """Called in a backward, when it has the gradient of the param `name`."""
         if not self._is_in_backward:
             raise ConfigError(
-                f"The gradient of {name!r} comes from a loss that is not scaled. Write "
-                "optimizer.scale_loss(loss).backward(), or leave loss_scale out."
+                f"The gradient of param {name!r} comes from a loss that was not scaled, but "
+                "loss_scale is set. Write optimizer.scale_loss(loss).backward(), or leave "
+                "loss_scale out."
             )
 
 
@@ -122,8 +123,8 @@ class SumDivisor:
 class Grads:
     """The grad buffers of one model on this rank, which a communicator reduces.
 
-    `on_drop` is called after a round was dropped while its buckets were under way. Collective, as
-    dropping it is.
+    `on_drop` is called after gradients were cleared while their buckets were being reduced. It is
+    collective, as clearing them is then.
     """
 
     def __init__(
@@ -141,36 +142,36 @@ class Grads:
         #: The gradient of each param, in the order of the buffers.
         self.slots: list[GradSlot] = []
         self._buffers: list[ShardedBuffer] = []
-        # elements of a param; none of most params of a large model
+        # elements of each param in this rank's shards; most params of a large model are not here
         self._owned: dict[str, Span] = {}
         self._handles: list[RemovableHandle] = []
-        #: Params whose gradients others may not read; those without a slot have a hook, too.
+        #: Params whose gradients are shown as LocalGrad; those without a slot have a hook, too.
         self._guarded: dict[Parameter, RemovableHandle | None] = {}
-        #: By name, what accumulates gradients into sums and is told to reopen them before; kept, or
-        #: it has no hook.
+        #: By param name, autograd's node that accumulates the gradient, with a hook that reopens
+        #: sums before it does. The node is kept because its hook ends with it.
         self._accumulators: dict[str, tuple[Node, RemovableHandle]] = {}
         #: Rounds so far, see [Note: phases of a gradient].
         self.num_rounds = 0
         self.phase = Phase.LOCAL
-        #: Whether a backward of this round has added to gradients, which other ranks wait for.
+        #: Whether a backward of this round has added to gradients that other ranks wait for.
         self._has_arrived = False
         #: Whether the gradients of this round were read before the step; the same on all ranks.
         self._was_read = False
         #: By slot, whether this rank has a gradient of it; as of the last reduction.
         self.present: list[bool] = []
-        #: Gradients that are sums over ranks, or go on from them: neither cleared nor zeroed since.
+        #: Gradients that are sums over ranks, or to which a backward has added since the sum.
         self._summed: set[str] = set()
-        #: A number for those from which this round went on, see `_mark`.
+        #: A checksum of the summed gradients to which this round adds, see `_mark`.
         self.kept = 0
-        #: What all ranks must have alike of gradients that DDP has left to communication hooks.
+        #: A checksum of gradients that went through DDP's communication hooks; alike on all ranks.
         self.sum_of_hooked = 0
         self._on_drop = on_drop
         #: Errors of this rank that are to be raised on all ranks.
         self.complaints: list[DistOptError] = []
 
     def add(self, buffers: Sequence[ShardedBuffer], slots: Sequence[GradSlot]) -> None:
-        """Takes over further params, which the communicator has already; between two steps, on all
-        ranks alike."""
+        """Takes over further params, which the communicator has already. Called between two steps,
+        on all ranks alike."""
         self._buffers += buffers
         self.slots += slots
         self.present += [slot.param.grad is not None for slot in slots]
@@ -191,7 +192,7 @@ class Grads:
             self._summed.update(slot.name for slot in slots)
 
     def guard(self, waiting: Mapping[str, Parameter]) -> None:
-        """Guards the first gradients of params that may begin to train, which no buffer holds."""
+        """Guards the first gradients of params that may begin to train and are in no buffer yet."""
 
         def accumulated(param: Parameter) -> None:
             param.grad = param.grad  # as if it had been assigned
@@ -239,7 +240,8 @@ class Grads:
         self._summed.discard(name)
 
     def _before(self, slot: GradSlot, _: Tensor) -> None:
-        """Called when a gradient was computed, which `torch.autograd.grad` does not accumulate."""
+        """Called when a gradient was computed. It may not be accumulated, as by
+        `torch.autograd.grad`, so sums are reopened only when it is."""
 
         def accumulates(_: object) -> None:
             if self.phase is not Phase.LOCAL:
@@ -256,7 +258,7 @@ class Grads:
         if self._communicator.overlaps_grads and self._communicator.is_reducing(slot.name):
             if isinstance(grad, LocalGrad):
                 self._communicator.check_open(slot.name)
-            # it was cleared without `clear`: by model.zero_grad() or param.grad = None
+            # the user cleared it by model.zero_grad() or param.grad = None, not by `clear`
             self._drop_round()
         if self.ddp.has(slot.param):  # see [Note: gradients under DDP]
             slot.give_back()
@@ -265,8 +267,7 @@ class Grads:
             return
         if grad is not slot.shown:
             self._summed.discard(slot.name)
-        # A gradient with a graph stays where it can be read and differentiated until the step takes
-        # it.
+        # On one rank a gradient with a graph stays readable and differentiable until the step.
         if self._data.size > 1 or grad is None or not grad.requires_grad:
             slot.take()
         if not self._communicator.is_paused:
@@ -283,8 +284,8 @@ class Grads:
         is_scaled = self.phase is Phase.STEPPED and self.scaled_loss.is_needed
         if is_scaled and (kept or any(in_ddp)):
             raise ConfigError(
-                "Gradients were kept over a step under a loss scale, which may have changed in it. "
-                "Call optimizer.zero_grad() before backward."
+                "Gradients of the last step were not cleared before backward, and the loss scale "
+                "may have changed in that step. Call optimizer.zero_grad() before backward."
             )
         for buffer in self._buffers:
             divisor = self._divisor.of(buffer.grad.dtype)
@@ -316,8 +317,8 @@ class Grads:
         self.settle([flag > 0 for flag in flags.tolist()])
 
     def reduce(self, *, for_step: bool = True) -> None:
-        """Collective: reduces gradients, where that was not done before; afterwards each rank's
-        shards hold the sums. Before the step, gradients under DDP become the buffer's, too."""
+        """Collective: reduces gradients that are not reduced yet, so that each rank's shards hold
+        the sums. For the step, gradients under DDP are copied into the buffer, too."""
         is_reduced = for_step and self._was_read and not self._is_local_somewhere()
         if is_reduced and self.phase is Phase.REDUCED:
             self._take_grads(for_step=True)
@@ -340,8 +341,8 @@ class Grads:
         self._summed = {slot.name for slot in self.slots}
 
     def _take_grads(self, *, for_step: bool) -> None:
-        """Makes a missing gradient zero, and takes one that the user assigned, unless it is or is
-        being reduced."""
+        """Makes missing gradients zero, and takes those that the user assigned. An assignment to a
+        gradient that is already being reduced is a complaint."""
         self.present, outside = [], []
         # a LocalGrad asks Python before each of its attributes
         with torch._C.DisableTorchFunctionSubclass():
@@ -356,7 +357,7 @@ class Grads:
                 if is_assigned:
                     self._complain(
                         f"The grad of param {slot.name!r} was assigned or cleared after backward, "
-                        "when its bucket was under way. Clear gradients with "
+                        "while it was already being reduced. Clear gradients with "
                         "optimizer.zero_grad(), or write overlap_grad_reduce=False."
                     )
             elif slot.is_missing:
@@ -365,7 +366,8 @@ class Grads:
                 if is_assigned:
                     self._complain(
                         f"The grad of param {slot.name!r} was assigned after clip_grad_norm_ or "
-                        "full_grad. Assign it first, or call optimizer.zero_grad() in between."
+                        "full_grad had summed the gradients over ranks. Assign it before that "
+                        "call, or call optimizer.zero_grad() in between."
                     )
             elif for_step and self.ddp.has(slot.param):
                 slot.copy()
@@ -388,20 +390,20 @@ class Grads:
         local, total, squares = sums.tolist()
         if Tally(total, squares).spread(self._data.size):
             self._complain(
-                "Gradients were cleared on some ranks after they were summed, by step(), "
-                "clip_grad_norm_ or full_grad. Clear gradients before, or on all ranks alike."
+                "Some ranks cleared gradients after step(), clip_grad_norm_ or full_grad had "
+                "summed them, and other ranks did not. Clear gradients before that call, or on all "
+                "ranks."
             )
         return bool(local)
 
     @property
     def divisor(self) -> float:
-        """What the sums have to be divided by to give torch's `param.grad`; not in the phase
-        LOCAL."""
+        """The sums divided by this are torch's `param.grad`; not for the phase LOCAL."""
         return float(self._divisor.of(self._buffers[0].grad.dtype))
 
     def clip(self, divisor: float) -> None:
-        """Divides the sums: now if there is one rank, where users may read them, else in the step,
-        by its divisor."""
+        """Divides the sums. On one rank this happens now, because users may read them there; on
+        several it happens in the step."""
         if self._data.size == 1:
             for buffer in self._buffers:
                 buffer.grad.div_(divisor)
@@ -414,8 +416,7 @@ class Grads:
             raise complaints[0]
 
     def _mark(self) -> int:
-        """A checksum below 64 of the gradients that are sums or go on from them: 0 for none; two
-        sets rarely have the same.
+        """A checksum below 64 of which gradients are sums or were added to sums; 0 for none.
 
         Ranks compare it through sums. It is small so that the sum of squares over thousands of
         ranks is exact in fp32.
@@ -426,14 +427,14 @@ class Grads:
         return 1 + zlib.crc32(bytes(is_kept)) % 63 if any(is_kept) else 0
 
     def settle(self, is_active: Sequence[bool]) -> None:
-        """Gives a param a gradient on every rank where it has one on any rank."""
+        """Gives a param a gradient on every rank if it has one on any rank."""
         for slot, active in zip(self.slots, is_active, strict=True):
             if active and slot.is_missing:
                 slot.show()
 
     def end_round(self, decision: StepDecision) -> None:
-        """Ends the round after a step that was made or skipped; fp32 gradients that were given to
-        it are divided."""
+        """Ends the round after a step that was made or skipped, which has divided the fp32
+        gradients."""
         self._divisor.stepped(decision)
         self.phase, self._was_read = Phase.STEPPED, False
         self._next_round()
@@ -445,8 +446,8 @@ class Grads:
         self.ddp.end_round()
 
     def averaged(self, slot: GradSlot) -> Tensor | None:
-        """Collective: a reduced gradient, divided: fp32 in the shape of the param; None where no
-        rank has one."""
+        """Collective: the averaged gradient in fp32, in the shape of the param; None if no rank has
+        one."""
         buffer = next(buffer for buffer in self._buffers if slot.name in buffer.layout.slot_of)
         whole = torch.zeros(slot.view.numel(), device=slot.view.device)
         owned = self._owned.get(slot.name, Span(0, 0))
@@ -481,7 +482,7 @@ class Grads:
 
 @contextmanager
 def _unfrozen(param: Parameter) -> Iterator[None]:
-    """Within it a param takes hooks; torch keeps them when it is frozen."""
+    """Unfreezes a param so that it takes hooks; torch keeps them when the param is frozen again."""
     is_trained = param.requires_grad
     param.requires_grad_(True)
     yield

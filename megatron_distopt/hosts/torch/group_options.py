@@ -32,17 +32,17 @@ class GroupOptions:
         self, groups: Sequence[MutableMapping[str, Any]], inner: Optimizer, choice: InnerChoice
     ) -> None:
         self._groups, self._inner, self._choice = groups, inner, choice
-        #: What both have held last, by group.
+        #: By group, the user's options and the inner optimizer's, as of the last exchange.
         self._last: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        # of all options of the user's groups; None where one was written
+        # checksum of all options of the user's groups; None after one was written
         self._crc: int | None = None
         self._in_place: list[Any] = []  # options that may change in place
-        self._stamps: list[str] = []  # of these, when the checksum was made
-        #: What was reset so far, which ranks have to do alike; see `note_reset`.
+        self._stamps: list[str] = []  # their texts when the checksum was made
+        #: The resets of state so far, which must be equal on all ranks; see `note_reset`.
         self._resets = "as it was"
 
     def learn(self) -> None:
-        """Takes the options of further groups for known."""
+        """Remembers the options of new groups as they are now."""
         for number in range(len(self._last), len(self._groups)):
             self._last.append(
                 (
@@ -53,12 +53,12 @@ class GroupOptions:
         self._crc = None
 
     def exchange(self) -> None:
-        """Takes over what the user has written since the last call, and shows the user what the
-        inner optimizer has, which may count there, or a load. Where both have written an option, it
-        is the user's.
+        """Copies options that the user has written to the inner optimizer, and those that the inner
+        optimizer or a load has written to the user's groups. If both wrote an option, the user's
+        value wins.
 
         Raises:
-            ConfigError: what the user has written is no value of the option; it is not taken over.
+            ConfigError: if the user wrote a value that the option cannot have. It is not copied.
         """
         for number, (theirs, ours) in enumerate(
             zip(self._groups, self._inner.param_groups, strict=True)
@@ -84,11 +84,10 @@ class GroupOptions:
         self._crc = None
 
     def checksum(self, salt: object, modulus: int) -> int:
-        """The same on all ranks that have the same options; others that have the same have not with
-        another salt.
+        """A checksum of all options and resets, equal on ranks that have the same.
 
-        It costs nothing where options have not changed, and asks no device for the value of a
-        tensor that was not written to.
+        A collision does not last: `salt` changes every round. While options do not change it costs
+        nothing, and it copies a tensor from its device only after a write to the tensor.
         """
         if self._crc is None:
             values = [value for group in self._groups for value in option_values(group).values()]

@@ -1,5 +1,4 @@
-"""A model on this rank: its params, grads and optimizer state, and how further params are taken
-over."""
+"""A model on this rank: its params, grads and optimizer state, and how params are added later."""
 
 from __future__ import annotations
 
@@ -54,15 +53,15 @@ class ShardedModel(HostState):
     `announce_drop` is collective: it tells all ranks that a round of gradients ends without a step.
     """
 
-    # of folders and snapshots
+    # loads of folders and snapshots so far
     num_loads = 0
-    # those of the groups that have no state: frozen, empty or new; the same on all ranks
+    # params in a group that have no state yet: frozen, empty or new; the same on all ranks
     waiting: dict[str, Parameter]
 
     def __init__(self, plan: ModelPlan, announce_drop: Callable[[ShardedModel], None]) -> None:
         config, chunks, data = plan.step.config, plan.chunks, plan.data
         self.config, self.device, self.chunks, self._plan = config, plan.device, chunks, plan
-        # of the same params; of any part of the model
+        # ranks with the same params; ranks with any part of the model
         self.data, self.everyone = data, plan.step.stats_group()
         self.placements: dict[str, Placement] = {}
         self.communicator = Communicator(
@@ -80,11 +79,11 @@ class ShardedModel(HostState):
         outside: list[Tensor] = [param for param in plan.named.values() if param not in trained]
         if plan.broadcast_buffers:
             outside += [buffer for chunk in chunks for buffer in chunk.buffers()]
-        outside = [tensor for tensor in outside if not tensor.is_meta]  # those have no values
+        outside = [tensor for tensor in outside if not tensor.is_meta]  # meta ones have no values
         sums = tuple(
             int(buffer.param.view(torch.uint8).sum()) for buffer in buffers if data.size > 1
         )
-        # what each rank drew for itself differs in sums
+        # equal sums mean that ranks drew equal values
         self.had_same_values = len(set(exchange(sums, data))) == 1
         share_initial(
             [
@@ -106,8 +105,8 @@ class ShardedModel(HostState):
 
     def _allocate(self, sets: Iterable[ParamSet]) -> tuple[list[ShardedBuffer], list[GradSlot]]:
         def shown(name: str, view: Tensor) -> Tensor:
-            """What `param.grad` will be; on one rank the gradient itself, see [Note:
-            param.grad]."""
+            """Returns what `param.grad` will be: on one rank the gradient itself, else a LocalGrad;
+            see [Note: param.grad]."""
             return (
                 view.detach()
                 if self.data.size == 1
@@ -149,14 +148,14 @@ class ShardedModel(HostState):
         self.grads.guard(self.waiting)
 
     def newcomers(self) -> list[str]:
-        """Names of params in a group that have no state and a gradient: they were frozen or empty
-        before."""
+        """Names of params in a group that have a gradient but no state, because they were frozen
+        or empty before."""
         return [
             name for name, param in self.waiting.items() if param.grad is not None and param.numel()
         ]
 
     def admit(self) -> None:
-        """Collective: takes over the newcomers of any rank, which train from now on."""
+        """Collective: begins to train the newcomers of all ranks."""
         if self.waiting:
             number = torch.tensor([float(len(self.newcomers()))], device=self.device)
             sum_over(number, self.everyone)
@@ -164,14 +163,14 @@ class ShardedModel(HostState):
                 self.grow(self.newcomers())
 
     def grow_to(self, saved: Iterable[str]) -> None:
-        """Collective: gives frozen params a state that is about to be loaded, for when they are
-        unfrozen."""
+        """Collective: makes room for the saved state of params that are frozen here; they use it
+        when they are unfrozen."""
         names = {without_wrappers(name) for name in saved}
         self.grow(name for name in self.waiting if without_wrappers(name) in names)
 
     def grow(self, names: Iterable[str]) -> None:
-        """Collective: trains further params from now on, wherever one rank has named them, but for
-        empty ones; refuses before a change."""
+        """Collective: begins to train the params that any rank has named, except empty ones.
+        Refuses them before it changes anything."""
         wanted = {name for named in exchange(list(names), self.data) for name in named}
         added = {
             name: param
@@ -208,8 +207,8 @@ class ShardedModel(HostState):
 
     @torch.no_grad()
     def bring_up_to_date(self, *, is_read: bool = True) -> None:
-        """Collective: brings the state up to date before it is read, or replaced where `is_read` is
-        false."""
+        """Collective: brings the state up to date before it is read, or (`is_read=False`) before it
+        is replaced."""
         self.gather.finish()
         act_on_deferred_notice([self.sharded])
         raise_together(partial(self.params.follow, is_read=is_read), self.everyone, "params")
@@ -245,8 +244,8 @@ class ShardedModel(HostState):
         )
 
     def _resting(self) -> dict[int, tuple[str, ...]]:
-        """By group the params without state; a name of its own where it has no params, as its
-        options are kept, too."""
+        """The params without state, by group. A group without any params has a made-up name here,
+        so that a checkpoint keeps its options."""
         both = zip(
             name_groups(self._plan.torch_groups, self.waiting),
             self.sharded.plan.groups,
@@ -259,7 +258,7 @@ class ShardedModel(HostState):
         }
 
     def release(self) -> None:
-        """Ends this: the params are torch's again."""
+        """Ends the distributed optimizer: the params are torch's again."""
         self.gather.release()
         self.grads.release()
         self.params.release()

@@ -1,9 +1,9 @@
-"""The buffers of modules, which training may change on each rank by itself.
+"""The buffers of modules, which training may change differently on each rank.
 
-[Note: module buffers] Module buffers that training changes (the running statistics of a batch norm)
-follow the first rank. torch's DistributedDataParallel broadcasts all of them before each forward
-pass. Here those that change are broadcast after each step, so that every forward pass begins with
-the same values as there.
+[Note: module buffers] Module buffers that training changes, such as the running statistics of a
+batch norm, follow the first rank. torch's DistributedDataParallel broadcasts all module buffers
+before each forward pass. Here the changing ones are broadcast after each step, so every forward
+pass begins with the same values as under DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from megatron_distopt.hosts.torch.ddp import is_ignored
 from megatron_distopt.hosts.watches.version_census import VersionCensus
 
 #: What to do where module buffers differ between ranks.
-KEEP_BUFFERS = ", or write broadcast_buffers=False, with which each rank keeps its own"
+KEEP_BUFFERS = ", or write broadcast_buffers=False so that each rank keeps its own"
 
 
 def modules_with_buffers(chunks: Sequence[Module]) -> dict[str, Module]:
-    """By the number of the chunk and the name there."""
+    """Modules that have buffers, by their chunk's number and their name there."""
     return {
         f"{number}.{name}": module
         for number, chunk in enumerate(chunks)
@@ -39,9 +39,10 @@ class ModuleBuffers:
 
     def __init__(self, modules: Mapping[str, Module], data: Group, device: torch.device) -> None:
         self._modules, self._data, self._device = modules, data, device
-        #: Of those whose buffers change, by name and the same on all ranks, how the buffers look.
+        #: By name, the dtypes and shapes of the buffers of modules whose buffers change; the same
+        #: on all ranks.
         self._changing: dict[str, tuple[str, ...]] = {}
-        #: Those that DDP leaves to each rank, by their modules and names there.
+        #: Buffers that DDP was asked to ignore, by their modules and names there.
         self._ignored = {
             (module, key)
             for module in modules.values()
@@ -59,8 +60,8 @@ class ModuleBuffers:
         )
 
     def begun(self) -> list[str]:
-        """Modules whose buffers have changed for the first time, or have another shape now; the
-        ranks may differ."""
+        """Modules whose buffers have changed for the first time, or have a new shape or dtype.
+        Ranks may return different ones."""
         return [name for name in self._modules if self._has_begun(name)]
 
     def _has_begun(self, name: str) -> bool:
@@ -69,8 +70,7 @@ class ModuleBuffers:
         return bool(self._seen[name].changed(self._buffers_of(name)))
 
     def learn(self, begun: Sequence[str]) -> None:
-        """Collective: from now on these modules' buffers are broadcast, whichever rank has named
-        them."""
+        """Collective: broadcasts the buffers of modules from now on, if any rank has named them."""
         named = {name for names in exchange(list(begun), self._data) for name in names}
         self._changing |= {name: self._described(name) for name in sorted(named)}
         looks = tuple(
@@ -82,7 +82,7 @@ class ModuleBuffers:
 
     @torch.no_grad()
     def sync(self, *, is_taken: bool = True) -> None:
-        """Collective: every rank that takes them has the values of the first one."""
+        """Collective: copies the first rank's values to every rank with `is_taken`."""
         tensors = [
             tensor if is_taken else tensor.clone()
             for name in sorted(self._changing)

@@ -50,12 +50,12 @@ from megatron_distopt.session.on_all_ranks import on_all_ranks
 
 
 def _set_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Refuses other param groups than those that it was built with, which would not be used."""
+    """Refuses a list of param groups that is assigned later, because it would not be used."""
     if getattr(optimizer, "_is_built", False):
         raise ConfigError(
-            "optimizer.param_groups was assigned, and stays the list that the optimizer was built "
-            "with. Write into its groups, optimizer.param_groups[0]['lr'] = 1e-4, or call "
-            "optimizer.add_param_group(...)."
+            "optimizer.param_groups was assigned, but it must stay the list that the optimizer was "
+            "built with. Write into its groups, as in optimizer.param_groups[0]['lr'] = 1e-4, or "
+            "call optimizer.add_param_group(...)."
         )
     vars(optimizer)["param_groups"] = groups
 
@@ -64,27 +64,26 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
     """A `torch.optim.Optimizer` whose state is sharded over the data-parallel ranks. Made by
     `distribute`.
 
-    `param_groups` hold the params of the model, and their options are live, as in torch. A param
-    without a gradient on any rank is left alone; one with a gradient on some ranks is updated with
-    the average over all of them.
+    `param_groups` hold the params of the model. Options that are changed there take effect, as in
+    torch. A param without a gradient on any rank is not changed. A param with a gradient on some
+    ranks is updated with the average over all ranks.
 
     Attributes:
-        last_step: what the last `step()` did: whether it updated, the norm of the gradient, its
-            zeros. None before it.
+        last_step: what the last `step()` did: whether it updated, the norm of the gradient, and its
+            number of zeros. None before the first step.
         sharded: updates what this rank owns.
-        session: what saves and protects the run.
+        session: saves and protects the run.
 
     Example: see `megatron_distopt.distribute`.
     """
 
-    #: False until torch's constructor is done, which sets attributes that are made when they are
-    #: read here.
+    #: False until torch's constructor is done: it assigns to attributes that are properties here.
     _is_built = False
     last_step: StepDecision | None = None
-    #: Whole state that `state_dict()` returns until the next step or load; on the rank that
-    #: `consolidate_state_dict` named.
+    #: On rank 0 the whole state that `state_dict()` returns until the next step or load, made by
+    #: `consolidate_state_dict`.
     _consolidated: dict[int, Any] | None = None
-    _num_loads_before = 0  # when it was made
+    _num_loads_before = 0  # loads when `_consolidated` was made
     param_groups = property(lambda self: vars(self)["param_groups"], _set_groups)
 
     def __init__(
@@ -94,9 +93,9 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
         self.session = Session(model)
         is_cut = model.data.size != model.everyone.size
         self._untrained = UntrainedTensors(model.chunks, is_cut=is_cut)
-        # Of several optimizers none, as torch would put them into the groups of the others.
+        # Several optimizers give none: torch would put their defaults into each other's groups.
         defaults = [each.defaults for each in given] or [model.sharded.inner.defaults]
-        # Without the groups, which were checked: torch looks for every param in all groups before.
+        # Without the groups, which are checked already: for each param torch searches all groups.
         super().__init__([{"params": []}], dict(defaults[0]) if len(defaults) == 1 else {})
         self.param_groups = groups
         self._is_built = True
@@ -104,7 +103,7 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
             group.update({**self.defaults, **group})
             group.pop(LOSS_SCALE, None)
         if isinstance(model.sharded.loss_scale, DynamicLossScale):
-            # torch's flattened format has what groups have
+            # torch's flattened format saves what the groups hold
             groups[0][LOSS_SCALE] = model.sharded.loss_scale.state
         self._step = TorchStep(
             model=model,
@@ -114,7 +113,7 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
             hooks=self.session.hooks,
         )
         self._end = finalize(self, _release, self.session, model)
-        self._end.atexit = False  # peers may be gone by then
+        self._end.atexit = False  # other ranks may be gone by then
         for each in given:
             _redirect(each, self, is_alone=len(given) == 1)
 
@@ -125,21 +124,21 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
         """Updates what this rank owns."""
         return self._model.sharded
 
-    @_disable_dynamo  # collectives and changes of objects are no graph
+    @_disable_dynamo  # torch.compile cannot trace collectives and changes of objects
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Collective: reduce-scatter, update, all-gather.
 
         Args:
-            closure: computes the loss anew, backward included, and returns it.
+            closure: computes the loss again, with its backward, and returns it.
 
         Returns:
             What the closure returned; None without one. `last_step` says what was done.
 
         Raises:
-            NonFiniteGradError: on all ranks, where a gradient is not finite and the policy is
+            NonFiniteGradError: on all ranks, if a gradient is not finite and `nonfinite` is
                 "raise".
-            LayoutError, ConfigError, RanksDisagreeError: on all ranks, where params, groups or
-                gradients are not as they have to be on one of them. The params are as before.
+            LayoutError, ConfigError, RanksDisagreeError: on all ranks, if params, groups or
+                gradients of one rank cannot be used. The params are unchanged.
         """
         loss = None
         if closure is not None:
@@ -153,9 +152,9 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients, or zeroes them, as torch's.
+        """Drops the gradients, or zeroes them, as torch's `zero_grad` does.
 
-        Collective with `overlap_grad_reduce`, where backward ran and no step followed.
+        With `overlap_grad_reduce` it is collective after a backward that no step followed.
         """
         self._model.grads.clear(set_to_none=set_to_none)
         clear_grads(self._model.waiting.values(), set_to_none=set_to_none)
@@ -168,8 +167,8 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
             param_group: as for `torch.optim`.
 
         Raises:
-            LayoutError: on all ranks, where they are no params of the model that was distributed.
-            RanksDisagreeError: on all ranks, where they add other params.
+            LayoutError: on all ranks, if a param is not in the model that was distributed.
+            RanksDisagreeError: on all ranks, if they add different params.
         """
         if not self._is_built:
             super().add_param_group(param_group)
@@ -194,7 +193,7 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
         model.grow(name for name in added if model.waiting[name].requires_grad)
 
     def _check_added(self, group: Mapping[str, Any]) -> Field:
-        """Checks a further group; returns what all ranks must add alike."""
+        """Checks a further group; returns what must be equal on all ranks."""
         named = named_params(self._model.chunks)
         name_of = {param: name for name, param in named.items()}
         check_groups([group], named, self.param_groups)
@@ -218,13 +217,13 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
         return measure_memory(self.sharded)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Within it, buckets are not reduced: with `overlap_grad_reduce`, for all but the last
-        backward of a step."""
+        """Within it buckets are not reduced. With `overlap_grad_reduce`, use it for all but the
+        last backward of a step."""
         return self._model.communicator.no_sync()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss to call `backward` on, in fp32: a 16-bit loss would overflow when it is
-        scaled."""
+        """Returns the loss times the loss scale, on which to call `backward`. It is fp32, because a
+        16-bit loss would overflow."""
         scaled = loss.float() * self.sharded.loss_scale.scale.squeeze()
         return self._model.grads.scaled_loss.mark(scaled)
 
@@ -232,31 +231,31 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Collective: clips the gradient of the whole model, as `torch.nn.utils.clip_grad_norm_`
-        does undistributed.
+        does on one rank.
 
-        To be called between the last backward and `step()`. `DistOptConfig(clip_grad=...)` does the
-        same within the step.
+        Call it between the last backward and `step()`. `DistOptConfig(clip_grad=...)` does the same
+        within the step.
 
         Args:
             max_norm: largest L2 norm of the averaged gradient.
-            norm_type: 2.0; docs/torch.md clips by another norm.
+            norm_type: 2.0; docs/torch.md shows how to clip by another norm.
 
         Returns:
             The norm before clipping, fp32 0-D.
 
         Raises:
-            ConfigError: another norm, or a `max_norm` that is not a positive number.
-            LayoutError: gradients were cleared on some ranks and kept on others, or assigned after
-                they were summed.
+            ConfigError: for another norm, or a `max_norm` that is not above 0.
+            LayoutError: if gradients were cleared on some ranks only, or assigned after they were
+                summed.
         """
         if norm_type != 2.0:
             raise ConfigError(
-                f"norm_type is {norm_type}, and must be 2.0. Leave it out, or compute another norm "
-                "from optimizer.full_grad(param): see docs/torch.md."
+                f"norm_type is {norm_type}, but clip_grad_norm_ supports only 2.0. Leave it out, "
+                "or compute another norm from optimizer.full_grad(param), as docs/torch.md shows."
             )
         if not float(max_norm) > 0:
             raise ConfigError(
-                f"max_norm is {max_norm}, and must be above 0. Write clip_grad_norm_(1.0)."
+                f"max_norm is {max_norm}, but it must be above 0. Write clip_grad_norm_(1.0)."
             )
         model = self._model
         model.admit()
@@ -272,16 +271,17 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
     def full_grad(self, param: Parameter) -> Tensor | None:
         """Collective: the averaged gradient of a param, whole, on every rank.
 
-        To be called after the last backward of a step, or after the step.
+        Call it after the last backward of a step, or after the step.
 
         Args:
-            param: of the model.
+            param: a param that this optimizer updates.
 
         Returns:
-            fp32, in the shape of the param; None where it has no gradient on any rank.
+            fp32, in the shape of the param; None if no rank has a gradient of it.
 
         Raises:
-            LayoutError: it is no param of this optimizer, or as of `clip_grad_norm_`.
+            LayoutError: if this optimizer does not update the param, or if gradients were cleared
+                on some ranks only, or assigned after they were summed.
         """
         model = self._model
         model.admit()
@@ -295,23 +295,24 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
             return torch.zeros(param.shape, device=param.device) if has_grad else None
         if slot is None:
             raise LayoutError(
-                "The param is not one that this optimizer updates. Unfreeze it and call "
-                "optimizer.add_param_group({'params': [param]})."
+                "full_grad was called with a param that this optimizer does not update. Unfreeze "
+                "the param and call optimizer.add_param_group({'params': [param]})."
             )
         self._step.reduce_ahead()
         return model.grads.averaged(slot)
 
     def finish_param_gather(self) -> None:
-        """Waits until all params are there; of use with `overlap_param_gather` alone.
+        """Waits until all params are gathered; only needed with `overlap_param_gather`.
 
-        Only for code that reads params without an operator of torch's, such as another package's
-        kernel; all other reads wait by themselves.
+        Call it before code that reads params without an operator of torch, such as another
+        package's kernel. All other reads wait by themselves.
         """
         self._model.gather.finish()
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
-        """Refreshes all main params from the model params, also where they still round to them."""
+        """Copies all model params into their main params, also those whose main params still round
+        to them."""
         self.sharded.check_has_params("reload_model_params")
         self.finish_param_gather()
         self._model.params.reload()
@@ -320,10 +321,10 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
 
     @property
     def state(self) -> Any:
-        """The state by param, made when it is read; see [Note: torch's format] in
+        """The state by param, computed on each read; see [Note: torch's format] in
         checkpoint/torch_state.py.
 
-        On several ranks its values are shards, which torch.distributed.checkpoint saves.
+        On several ranks its values are shards, which torch.distributed.checkpoint can save.
         """
         if not self._is_built:
             return {}
@@ -334,7 +335,8 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
 
     @state.setter
     def state(self, value: Any) -> None:
-        """Lets all state begin anew where it is empty; torch's constructor sets one, too."""
+        """An empty dict resets all state, and any other value is refused. torch's constructor
+        assigns one, too."""
         if value:
             refuse_write()
         if self._is_built:
@@ -346,11 +348,12 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
     def reset_state(
         self, params: Iterable[Parameter] | None = None, *, scale: Mapping[str, float] | None = None
     ) -> None:
-        """Lets the optimizer state of params begin anew, on all ranks alike and between two steps.
+        """Resets the optimizer state of params. Call it on all ranks alike, between two steps.
 
-        As `optimizer.state.pop(param)` in torch: moments are zero or absent, and the count of
-        updates is 0. Values of params, their main params and averages stay, and so does what a
-        class of your own writes into its param groups. Ranks compare their resets in the next step.
+        It does what `optimizer.state.pop(param)` does in torch: moments become zero or absent, and
+        the count of updates becomes 0. Params, main params and averages stay, and so does what an
+        optimizer class of your own writes into its param groups. Ranks compare their resets in the
+        next step.
 
         Examples:
             >>> import torch, torch.distributed as dist, megatron_distopt
@@ -366,21 +369,21 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
             >>> dist.destroy_process_group()
 
         Args:
-            params: that this optimizer has; all of them where None.
-            scale: multiplies moments instead, as `state[param]["exp_avg"].mul_(0.1)` does:
-                `{"exp_avg": 0.1}`. Counts and other moments stay.
+            params: params of this optimizer; None for all of them.
+            scale: multiplies moments instead of resetting them. `{"exp_avg": 0.1}` does what
+                `state[param]["exp_avg"].mul_(0.1)` does in torch. Counts and other moments stay.
 
         Raises:
-            LayoutError: a param is in no param group.
-            ConfigError: the inner optimizer keeps no moment that `scale` names, or is an Adam that
-                counts the updates of a whole param group.
+            LayoutError: if a param is in no param group.
+            ConfigError: if the inner optimizer has no moment that `scale` names, or is an Adam that
+                counts updates by param group.
         """
         name_of = names_of_grouped(self._model, self.param_groups)
         names = sorted(name_of.get(param, "") for param in (name_of if params is None else params))
         if "" in names:
             raise LayoutError(
-                f"{names.count('')} params of reset_state are in no param group. Give params of "
-                "the optimizer."
+                f"reset_state was called with {names.count('')} params that are in no param group. "
+                "Give it params of this optimizer."
             )
         self.session.wait_for_snapshot()
         self.sharded.reset_state(names, scale)
@@ -390,8 +393,9 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
     def _check_torchs_format(
         self, call: str, loaded: Mapping[Any, Any] = MappingProxyType({})
     ) -> None:
-        """Refuses torch's format, which is cut by element, where whole params are updated, whose
-        state owners have; not while there is no state, which frameworks ask for at the start."""
+        """Refuses torch's format for optimizers that update whole params: the format is cut by
+        element, but one rank owns the state of a param. Frameworks ask for the state before the
+        first step; while there is none, nothing is refused."""
         choice = self._model.sharded.plan.choice
         if choice.updates_whole_params and (self.last_step or self._model.num_loads or loaded):
             features = {
@@ -402,11 +406,11 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """The state in torch's own format; no collective.
+        """Returns the state in torch's own format; not collective.
 
         On one rank `torch.save` writes it, and `torch.optim.AdamW` loads it. On several ranks its
-        values are shards: `torch.distributed.checkpoint` saves them, on all ranks, and `torch.save`
-        refuses them. `save(folder)` and `full_state_dict()` are other ways.
+        values are shards: `torch.distributed.checkpoint` saves them on all ranks, and `torch.save`
+        refuses them. `save(folder)` and `full_state_dict()` work on any number of ranks.
         """
         self._check_torchs_format("state_dict()")
         self._model.gather.finish()
@@ -423,12 +427,12 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
     @torch.no_grad()
     @on_all_ranks
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Collective: takes a state in torch's format, of `state_dict()`, `full_state_dict()` or an
-        optimizer of torch.
+        """Collective: loads a state in torch's format, from `state_dict()`, `full_state_dict()` or
+        an optimizer of torch.
 
         Raises:
-            CheckpointError: on all ranks, where one of them cannot take its state; nothing is
-                changed then.
+            CheckpointError: on all ranks, if one of them cannot take its state. Nothing is changed
+                then.
         """
         self._check_torchs_format("load_state_dict()", state_dict.get("state", {}))
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -443,30 +447,30 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
     @torch.no_grad()
     @on_all_ranks
     def full_state_dict(self) -> dict[str, Any]:
-        """Collective: the whole state in torch's format on rank 0, gathered param by param; empty
-        on the others."""
+        """Collective: returns the whole state in torch's format on rank 0, gathered param by param,
+        and an empty dict on the other ranks."""
         self._check_torchs_format("full_state_dict()")
         self.session.bring_up_to_date()
         return full_state_dict(torch_params(self._model, self.param_groups))
 
     @on_all_ranks
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Collective: until the next step or load, `state_dict()` on rank 0 is `full_state_dict()`,
-        for `torch.save`.
+        """Collective: until the next step or load, `state_dict()` on rank 0 returns what
+        `full_state_dict()` returns, for `torch.save`.
 
-        For frameworks that save `state_dict()` of rank 0 alone. Some of them call this by
-        themselves, as they do for `torch.distributed.optim.ZeroRedundancyOptimizer`.
+        It serves frameworks that save only rank 0's `state_dict()`. Some of them call this method
+        by themselves, as they do for `torch.distributed.optim.ZeroRedundancyOptimizer`.
 
         Args:
-            to: 0; no other rank of the data-parallel group can have it.
+            to: must be 0, the rank of the data-parallel group that has the whole state.
 
         Raises:
-            ConfigError: another rank.
+            ConfigError: for any other rank.
         """
         if to != 0:
             raise ConfigError(
-                f"to is {to}, and the whole state comes to rank 0. Leave it out, and call "
-                "torch.save on rank 0."
+                f"consolidate_state_dict was called with to={to}, but only rank 0 can have the "
+                "whole state. Leave to out, and call torch.save on rank 0."
             )
         whole = self.full_state_dict()
         self._consolidated = whole.get("state")
@@ -481,10 +485,10 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
         return self._untrained.take(super().resume(newer_than))
 
     def release(self) -> None:
-        """Ends this optimizer: the params stay what they are and may be given to another one.
+        """Ends this optimizer. The params keep their values and may be given to another optimizer.
 
-        Their gradients are torch's own again. On several ranks those that were summed are dropped,
-        as each rank has a part of them.
+        Their gradients are torch's own again. On several ranks, gradients that were summed are
+        dropped, because each rank has only a part of them.
         """
         self._end()
 
@@ -499,20 +503,22 @@ _CALLS = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict
 
 
 def _redirect(given: Optimizer, ours: TorchDistributedOptimizer, *, is_alone: bool) -> None:
-    """Makes the methods of an optimizer that was given call ours: a scheduler may still hold it.
+    """Makes the methods of an optimizer that was given call ours, because a scheduler may still
+    hold it.
 
-    Those of one of several are errors, as in torch they would act on the params of that one alone.
+    For one of several optimizers they raise instead: in torch they act on that optimizer's params
+    only.
     """
 
     def refused(name: str, *_: Any, **__: Any) -> NoReturn:
         raise ConfigError(
-            f"{name} of {type(given).__name__} was called on one of several optimizers. Call "
-            f"{name} of what distribute(...) returned."
+            f"{name} of {type(given).__name__} was called, but this is one of several optimizers "
+            f"that were given to distribute(...). Call {name} of the optimizer that it returned."
         )
 
     given.state.clear()
     kind, elsewhere = type(given), property(_refuse_state, _refuse_state)
-    # Only a class sees what is assigned to the attributes of its objects.
+    # Assignments to an object's attributes can only be refused by its class.
     attributes = {"state": elsewhere, "param_groups": type(ours).param_groups, "_is_built": True}
     given.__class__ = type(kind.__name__, (kind,), {**attributes, "__setstate__": _refuse_state})
     if is_alone:
@@ -529,9 +535,10 @@ def _redirect(given: Optimizer, ours: TorchDistributedOptimizer, *, is_alone: bo
 
 
 def _refuse_state(*_: Any) -> NoReturn:
-    """Refuses the state of an optimizer that was given: a method of its class that uses it would do
-    nothing."""
+    """Refuses the state of an optimizer that was given: it is no longer used, so reading or
+    changing it has no effect."""
     raise AccessError(
-        "The state of an optimizer was used or assigned after it was given to distribute. Use the "
-        "optimizer that distribute(...) returned: its reset_state(params) lets state begin anew."
+        "The state of an optimizer was read or assigned after the optimizer was given to "
+        "distribute(...). Use the optimizer that distribute(...) returned; its "
+        "reset_state(params) resets state."
     )

@@ -1,9 +1,9 @@
 """The params between two steps: what a user did to them, found out before the next step.
 
-[Note: weights changed by the user] An fp32 param is its own main param. Of a 16-bit one the main
-param has to follow, so its changes have to be seen, see [Note: aliases of a param] in
-hosts/watches/watched_params.py. Only where something may have changed the values are they compared,
-element by element.
+[Note: weights changed by the user] An fp32 param is its own main param. The main param of a 16-bit
+param has to follow a user's changes, so they have to be noticed: see [Note: aliases of a param] in
+hosts/watches/watched_params.py. Values are compared, element by element, only if they may have
+changed.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class _Home(NamedTuple):
 
 
 class Params:
-    """All params that an optimizer updates, as the user's modules have them, and the options of
-    their groups."""
+    """All params that an optimizer updates, where the user's modules hold them, and the options of
+    their param groups."""
 
     def __init__(
         self,
@@ -59,19 +59,18 @@ class Params:
         self._chunks, self._groups, self._sharded = chunks, groups, sharded
         self._placed: list[PlacedParam] = []
         self._homes: list[_Home] = []
-        #: Those of 16 bits, which have main params of their own.
+        #: The 16-bit params, which have main params of their own.
         self._weights = WeightWatch()
-        #: Of these, whose values have to be compared before the next step, though no change was
-        #: seen.
+        #: 16-bit params whose values are compared before the next step, though no change was seen.
         self._doubtful: set[str] = set()
-        #: And whose values may have changed since `forget`: a call that was refused in between has
-        #: not made them known.
+        #: 16-bit params whose values may have changed since `forget`, also if a call in between was
+        #: refused.
         self._changed: set[str] = set()
         self.options = GroupOptions(groups, sharded.inner, sharded.plan.choice)
         self._members: list[list[int]] = []
 
     def learn_groups(self) -> None:
-        """Notes that groups which are not known yet have the right params and options."""
+        """Remembers the params and options of new groups as they are now."""
         self._members += ids_of(self._groups[len(self._members) :])
         self.options.learn()
 
@@ -102,21 +101,21 @@ class Params:
                         yield _Home(param, module._parameters, key)
 
     def follow(self, *, is_read: bool = True, before_step: bool = False) -> None:
-        """Takes over what the user did to params and options since the last step, so that the state
-        belongs to them.
+        """Takes over what the user did to params and options since the last step, so that the
+        optimizer state matches them.
 
-        `is_read`: main params are used as they are, so that changes which they cannot follow are
-        refused. A load makes such changes known, unless it fails. `before_step`: params that were
-        doubted are compared as well."""
+        `is_read`: the main params are about to be used, so changes that they cannot follow are
+        refused. A load replaces the main params, so it passes False. `before_step`: also compares
+        the doubtful params."""
         self._collect()
         if is_read and self._changed and (lost := self._lost()):
-            remedy = "and read them by detach(); or write main_params_dtype='float32'"
-            raise remainder_lost(lost[0], "was written to, or its .data read,", remedy)
+            remedy = "and read weights with detach(). Or write main_params_dtype='float32'"
+            raise remainder_lost(lost[0], "was written to, or its .data was read,", remedy)
         if [list(map(id, group["params"])) for group in self._groups] != self._members:
             raise LayoutError(
-                "The param_groups have other params than they were given. Call "
-                "optimizer.add_param_group(...) for more, and param.requires_grad_(False) for "
-                "fewer."
+                "Params were added to, removed from or reordered in optimizer.param_groups. To "
+                "train more params, call optimizer.add_param_group(...). To train fewer, call "
+                "param.requires_grad_(False)."
             )
         self.options.exchange()
         changed = set(self._changed)
@@ -134,17 +133,17 @@ class Params:
                     flat.follow_model(shard)
 
     def _lost(self) -> list[str]:
-        """Names of changed params of which a main param cannot know how."""
+        """Names of changed params whose main params cannot follow the change."""
         if not self._changed:
             return []
         unknowing = [flat for flat in self._sharded.flat_params if not flat.can_tell_changes]
         return names_in(unknowing, self._changed)
 
     def _collect(self) -> None:
-        """Brings params back into the buffers that have left them, and notes whose values may have
+        """Brings params that have left the buffers back into them, and notes which params may have
         changed."""
         for each in self._weights.params:
-            # whoever has an alias may have written to it in a way that torch does not count
+            # code that holds an alias may have written to it in a way that torch does not count
             if each.aliases or each.param._version != each.version:
                 self._changed.add(each.name)
         if any(placed.param.data_ptr() != placed.address for placed in self._placed):
@@ -161,38 +160,38 @@ class Params:
             self._look_for_replaced(left)
 
     def _look_for_replaced(self, left: Sequence[_Home]) -> None:
-        """Refuses replaced params. One that left its module without a successor trains no more, as
-        in torch."""
+        """Refuses params that another Parameter has replaced. A param that was only removed from
+        its module trains no more, as in torch."""
         name_of = {placed.param: placed.name for placed in self._placed}
         homes = list(self._all_homes())
         new = {(id(home.held), home.key) for home in homes if home.param not in name_of}
         for home in left:
             if (id(home.held), home.key) in new:
                 raise LayoutError(
-                    f"Param {name_of[home.param]!r} was replaced by another Parameter, which no "
-                    "optimizer has. Write param.copy_(...) or load_state_dict(...) without "
-                    "assign=True, or build the optimizer afterwards."
+                    f"Param {name_of[home.param]!r} was replaced by another Parameter, which the "
+                    "optimizer does not know. Write param.copy_(...), call load_state_dict(...) "
+                    "without assign=True, or build the optimizer after the replacement."
                 )
         self._homes = [home for home in homes if home.param in name_of]
 
     def reload(self) -> None:
-        """Refreshes all main params from the model params, also where they still round to them."""
+        """Copies all model params into their main params, also those whose main params still round
+        to them."""
         self._collect()
         self._sharded.reload_model_params()
         self.forget()
 
     def forget(self, unknown: Collection[str] = ()) -> None:
-        """Takes all values as they are now for known, but for those of `unknown` params that may
-        have changed."""
+        """Marks the current values of all params as seen, except those of `unknown`."""
         self._changed.intersection_update(unknown)
         self._weights.forget()
 
     def forget_followed(self) -> None:
-        """Takes values as they are now for known, but for changes that main params know nothing
-        about."""
+        """Marks the current values of all params as seen, except those that their main params could
+        not follow."""
         self.forget(self._lost())
 
     def doubt(self) -> None:
-        """Has all values compared before the next step: main params were loaded, the model perhaps
-        not."""
+        """Makes the next step compare all values: main params were loaded, and the model params may
+        not have been."""
         self._doubtful = {each.name for each in self._weights.params}

@@ -1,10 +1,8 @@
-"""What a step of any torch module adds to `run_step` of optimizer/step.py, in the order in which it
-is called: `TorchStep`.
+"""`TorchStep`: what a step of a torch module adds to `run_step` of optimizer/step.py.
 
-[Note: census] In the all-reduce of the gradient statistics the ranks also tell each other which
-params have a gradient, in which round of gradients they are, and whether one of them has something
-to raise or to learn. So all of them act on it in the same step, and it costs no collective of its
-own.
+[Note: census] With the gradient statistics the ranks also all-reduce which params have a gradient,
+in which round of gradients they are, and whether one of them has an error to raise or a new param
+to train. So all ranks act in the same step, and no further collective is needed.
 """
 
 from __future__ import annotations
@@ -34,29 +32,29 @@ from megatron_distopt.optimizer.step import (
     measure_now,
 )
 
-#: Rounds are told modulo this, so that sums of squares over thousands of ranks are exact in fp32 as
-#: well.
+#: Round numbers are sent modulo this, so that sums of their squares over thousands of ranks are
+#: exact in fp32.
 _MODULUS = 64
 #: For errors: `Grads.sum_of_hooked`.
 _HOOKED = (
-    "checksum of the gradients that DistributedDataParallel left, which its communication hook or "
-    "process_group has to make alike on all ranks,"
+    "checksum of the gradients after DistributedDataParallel, whose communication hook or "
+    "process_group must make them equal on all ranks,"
 )
 
 
 @dataclass(frozen=True)
 class Census:
-    """What a rank says of itself, see [Note: census], or the sums of what ranks have said."""
+    """What a rank reports, see [Note: census], or the sums of it over ranks."""
 
     round: Tally  # of gradients
-    num_complaints: float  # that ranks have to raise
+    num_complaints: float  # errors to raise
     num_newcomers: float  # params that may begin to train
     num_begun: float  # module buffers that training has begun to change
-    num_apart: float  # above 0 where ranks with the same params differ in what follows
-    alike: Tally  # a mark of what ranks with the same params must have alike
+    num_apart: float  # above 0 where `alike` differs between ranks with the same params
+    alike: Tally  # checksum of options and resets, equal on ranks with the same params
 
     def pack(self) -> list[float]:
-        """In the order of `unpack`; numbers that all ranks sum come first."""
+        """The numbers in the order of `unpack`; those that all ranks sum come first."""
         return [
             *self.round,
             self.num_complaints,
@@ -72,21 +70,22 @@ class Census:
         return cls(Tally(number, squared), complaints, newcomers, begun, apart, Tally(*alike))
 
 
-#: Numbers of a census, and those at its beginning that are summed over all ranks; ranks with the
-#: same params sum the others. In a tensor it is followed by whether the rank has a gradient, for
-#: each param.
+#: How many numbers a census has, and how many of them, from the first, are summed over all ranks.
+#: Ranks with the same params sum the others. In a tensor a flag for each param follows: whether the
+#: rank has a gradient of it.
 CENSUS_NUMEL, _COMMON_NUMEL = 8, 6
 
 
 @dataclass(kw_only=True, eq=False)
 class TorchStep(HostStep):
-    """A step of a model. What it raises is raised on all ranks, and the params are as before."""
+    """A step of a model. If it raises, it does so on all ranks and leaves the params unchanged."""
 
     model: ShardedModel
     protection: Protection | None
 
     def follow_user(self) -> None:
-        """What is wrong is among the complaints of the gradients, and is raised with them."""
+        """Takes over what the user did. An error is added to the complaints of the gradients, so
+        that all ranks raise it."""
         model = self.model
         if self.protection is not None:
             self.protection.wait_for_copy()
@@ -102,8 +101,8 @@ class TorchStep(HostStep):
         self.model.grads.reduce()
 
     def reduce_ahead(self) -> None:
-        """Collective: reduces gradients before the step, for calls that read them; raises what a
-        step would, everywhere."""
+        """Collective: reduces gradients before the step, for calls that read them. Raises on all
+        ranks what a step would raise."""
         model = self.model
         self.follow_user()
         model.grads.reduce_ahead()
@@ -113,10 +112,10 @@ class TorchStep(HostStep):
             raise_together(model.grads.raise_complaint, model.everyone, "step")
 
     def measure(self, grads: Sequence[MainGrads], found: LayoutError | None) -> Gradients:
-        """In one all-reduce with the census, where every rank holds the whole model.
+        """Sums the gradient statistics and the census over ranks, in one all-reduce if every rank
+        holds the whole model.
 
-        A param that may begin to train has to be known at once; if one does, all are measured once
-        more.
+        If a param begins to train, all gradients are measured once more.
         """
         model = self.model
         waits = bool(model.waiting) or not model.sharded.defers_check
@@ -129,13 +128,13 @@ class TorchStep(HostStep):
                 divisors = [model.grads.divisor]
                 num_present = None if all(model.grads.present) else census[CENSUS_NUMEL:]
                 if num_present is not None:
-                    # Also for a step that is skipped: its gradients stay, and may be kept.
+                    # Also before a step that is skipped: its gradients stay and may be added to.
                     model.grads.settle(_is_active(num_present))
                 return Gradients(grads, measured, divisors, num_present)
             grads = [main_grads(model.sharded.flat_params)]
 
     def complete(self, gradients: Gradients) -> Sequence[MainGrads]:
-        """A param without a gradient on any rank is left alone."""
+        """Leaves params out of the update that have no gradient on any rank."""
         model, is_active = self.model, _is_active(cast(Tensor, gradients.num_present))
         if all(is_active):
             return gradients.main
@@ -150,7 +149,7 @@ class TorchStep(HostStep):
 
     def end(self, decisions: Sequence[StepDecision]) -> None:
         if self.model.module_buffers is not None:
-            # DDP may have been told to leave them alone.
+            # DDP may have been told not to broadcast them.
             self.model.module_buffers.sync(
                 is_taken=all(each.broadcast_buffers for each in self.model.grads.ddp.used_models)
             )
@@ -166,8 +165,8 @@ def _is_active(num_present: Tensor) -> list[bool]:
 
 
 def census_of(model: ShardedModel, *, is_dropped: bool = False) -> Tensor:
-    """What this rank says, see [Note: census]: 1-D, of the dtype and device of statistics; to be
-    summed over ranks."""
+    """What this rank reports, see [Note: census]: 1-D, with the dtype and device of statistics, to
+    be summed over ranks."""
     grads = model.grads
     number = (2 * grads.num_rounds + is_dropped) % _MODULUS
     # The sum of squares over 4,096 ranks is exact.
@@ -187,24 +186,25 @@ def census_of(model: ShardedModel, *, is_dropped: bool = False) -> Tensor:
 
 
 def _notice(model: ShardedModel, census: Tensor) -> Notice:
-    """The census as a part of the statistics; collective where ranks hold different params.
+    """The census as a part of the statistics.
 
-    There the ranks that hold the same ones sum their flags by themselves.
+    Where ranks hold different params it is collective: the ranks that hold the same params sum
+    their flags first.
     """
     common = census
     if model.data.size != model.everyone.size:
         flags = census[_COMMON_NUMEL:].clone()
         sum_over(flags, model.data)
         census[_COMMON_NUMEL:] = flags
-        # on the device, for which nobody waits
+        # computed on the device, so the CPU does not wait
         census[_COMMON_NUMEL - 1] = Tally(flags[0], flags[1]).spread(model.data.size)
         common = census[:_COMMON_NUMEL]
     return Notice(common, census[:CENSUS_NUMEL], partial(_act_on, model))
 
 
 def _act_on(model: ShardedModel, sums: Sequence[float]) -> None:
-    """Does what the ranks have told each other; collective where something is not as in every other
-    step. `sums` are those of the census."""
+    """Acts on the sums of the census: raises errors and begins to train params. Collective if there
+    is anything to do."""
     census = Census.unpack(sums)
     if census.round.spread(model.everyone.size):
         _raise_rounds(model)
@@ -219,7 +219,8 @@ def _act_on(model: ShardedModel, sums: Sequence[float]) -> None:
 
 
 def _check_alike(model: ShardedModel) -> None:
-    """Collective: raises on all ranks that have the same params where they differ."""
+    """Collective: raises the first difference in options, resets or cleared gradients between ranks
+    that have the same params."""
     data = model.data
     options = {**model.params.options.described(), _HOOKED: str(model.grads.sum_of_hooked)}
     told = exchange((model.grads.kept, options), data)
@@ -227,8 +228,8 @@ def _check_alike(model: ShardedModel) -> None:
     if two is not None:
         odd, other = map(data.global_rank, two)
         raise RanksDisagreeError(
-            f"Gradients were cleared on rank {odd} otherwise than on rank {other} after they were "
-            "summed. Call optimizer.zero_grad() on all ranks, or on none."
+            f"After gradients were summed, rank {odd} cleared others than rank {other} did. Call "
+            "optimizer.zero_grad() on all ranks, or on none."
         )
     for option in {key: None for _, of_rank in told for key in of_rank}:
         values = [of_rank.get(option, "nothing") for _, of_rank in told]
@@ -237,17 +238,17 @@ def _check_alike(model: ShardedModel) -> None:
             odd, other = two
             raise RanksDisagreeError(
                 f"The {option} is {values[odd]} on rank {data.global_rank(odd)} and "
-                f"{values[other]} on rank {data.global_rank(other)}. Set it alike on all "
-                "ranks, each of which updates a part of the model: average what it is computed "
-                "from, such as a loss, over ranks by torch.distributed.all_reduce."
+                f"{values[other]} on rank {data.global_rank(other)}. Each rank updates a part of "
+                "the model, so it must be equal on all ranks. If it is computed from a value such "
+                "as the loss, average that over ranks with torch.distributed.all_reduce first."
             )
 
 
 def announce_drop(model: ShardedModel) -> None:
     """Collective: announces that the round ends without a step.
 
-    It is the collective of a step, so that a rank which makes a step meanwhile meets the others
-    here.
+    It uses the same collective as a step, so a rank that makes a step at the same time does not
+    hang: all ranks raise.
     """
     census = census_of(model, is_dropped=True)
     sum_with(census.new_zeros(3), _notice(model, census).numbers, model.everyone)
@@ -256,7 +257,7 @@ def announce_drop(model: ShardedModel) -> None:
 
 
 def _raise_rounds(model: ShardedModel, *, is_dropped: bool = False) -> NoReturn:
-    """Collective: says which ranks are in which round; they are not all in one."""
+    """Collective: raises an error that says which ranks are in which round."""
     group = model.everyone
     said = exchange((model.grads.num_rounds, is_dropped), group)
     numbers = [number for number, _ in said]
@@ -266,13 +267,13 @@ def _raise_rounds(model: ShardedModel, *, is_dropped: bool = False) -> NoReturn:
             str(group.global_rank(rank)) for rank, (_, dropped) in enumerate(said) if dropped
         )
         raise RanksDisagreeError(
-            f"A step was made on some ranks and another call on others in round {numbers[0] + 1} "
-            f"of gradients (gradients were cleared on rank {ranks or 'none'}). Call step(), "
-            "zero_grad() and clip_grad_norm_() on all ranks alike."
+            f"In round {numbers[0] + 1} of gradients some ranks called step(), and others made "
+            f"another call (gradients were cleared on {f'rank {ranks}' if ranks else 'no rank'}). "
+            "Call step(), zero_grad() and clip_grad_norm_() in the same order on all ranks."
         )
     odd, usual = two
     raise RanksDisagreeError(
-        f"In a step, rank {group.global_rank(odd)} is in round {numbers[odd] + 1} of gradients "
-        f"where rank {group.global_rank(usual)} is in {numbers[usual] + 1}. Call step() on all "
-        "ranks after each backward, or on none."
+        f"In this step, rank {group.global_rank(odd)} is in round {numbers[odd] + 1} of gradients, "
+        f"but rank {group.global_rank(usual)} is in round {numbers[usual] + 1}. After a backward, "
+        "call step() on all ranks or on none."
     )

@@ -72,14 +72,14 @@ class ModelPlan:
     # where this rank's part of a param lies in the whole model
     placement: Callable[[str, Parameter], Placement]
     broadcast_buffers: bool  # whether module buffers that training changes follow the first rank
-    # whether params lie in the buffers in the order of their strides; not where an optimizer takes
-    # them whole
+    # whether params lie in the buffers in the order of their strides; False where an optimizer
+    # updates whole params
     keeps_strides: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class GivenToDistribute:
-    """What the user gave to `distribute(...)`, which describes each."""
+    """The arguments of `distribute(...)`; its docstring describes them."""
 
     model: Module | Sequence[Module]
     optimizer: Optimizer | Sequence[Optimizer] | DistOptConfig | None
@@ -94,10 +94,10 @@ class GivenToDistribute:
 def plan_model(
     given: GivenToDistribute, data: Group, everyone: Group
 ) -> tuple[ModelPlan, tuple[Optimizer, ...]]:
-    """What this rank decides by itself, and the optimizers that the user gave.
+    """The plan that this rank makes without the others, and the optimizers that the user gave.
 
     Raises:
-        ConfigError, LayoutError: it cannot be trained so.
+        ConfigError, LayoutError: the model cannot be trained with these arguments.
     """
     chunks = _modules_of(given.model)
     optimizers, config = _optimizers_and_config(given)
@@ -157,8 +157,8 @@ def _device_of(
     device = check_devices({param.device for param in trained.values()}, accelerator)
     if device.type == CPU and data.backend == "nccl":
         raise ConfigError(
-            f"The backend of the process group is nccl, and the model is on {device}. Move the "
-            "model to the GPU, or use backend 'gloo'."
+            f"The model is on {device}, but the backend of the process group is nccl. Move the "
+            "model to the GPU, or initialize the process group with backend 'gloo'."
         )
     return device
 
@@ -181,14 +181,14 @@ def _modules_of(model: Any) -> list[Module]:
     is_params = bool(wrong) and isinstance(wrong[0], Parameter)
     found = "its params" if is_params else f"a {type(model).__name__}"
     raise ConfigError(
-        f"The model is given as {found}, and must be a torch.nn.Module or a list of them. Write "
-        "distribute(model, optimizer)."
+        f"distribute(...) was given {found} as the model. The model must be a torch.nn.Module or a "
+        "list of them. Write distribute(model, optimizer)."
     )
 
 
 def _optimizers_and_config(given: GivenToDistribute) -> tuple[tuple[Optimizer, ...], DistOptConfig]:
-    """The optimizers that were given and the options of all sources; refuses what is of another
-    kind, with the call to write."""
+    """The optimizers that were given, and the config with the options of all sources. An argument
+    of a wrong type is an error that names the call to write."""
     optimizer, config = given.optimizer, given.config
     if isinstance(optimizer, DistOptConfig) and config is None:
         optimizer, config = None, optimizer
@@ -197,13 +197,13 @@ def _optimizers_and_config(given: GivenToDistribute) -> tuple[tuple[Optimizer, .
         _check_optimizer(each, is_alone=len(optimizers) == 1)
     if config is not None and not isinstance(config, DistOptConfig):
         raise ConfigError(
-            f"config is a {type(config).__name__}, and must be a DistOptConfig. Write "
+            f"config is a {type(config).__name__}, but it must be a DistOptConfig. Write "
             "distribute(model, optimizer, DistOptConfig(...))."
         )
     if optimizers and given.param_groups is not None:
         raise ConfigError(
-            "param_groups was given together with an optimizer. Give the groups to the optimizer's "
-            "constructor."
+            "distribute(...) was given both param_groups and an optimizer. Give the groups to the "
+            "optimizer's constructor."
         )
     merged = with_options(config or DistOptConfig(), given.options)
     merged = config_from_environment(os.environ, merged)
@@ -232,8 +232,8 @@ def _check_optimizer(optimizer: Any, *, is_alone: bool) -> None:
         if isinstance(optimizer, type):
             name, found = optimizer.__name__, f"the class {optimizer.__name__}"
         raise ConfigError(
-            f"optimizer is {found}, and must be a torch.optim.Optimizer or a DistOptConfig. Write "
-            f"distribute(model, {name}(model.parameters(), lr=...))."
+            f"optimizer is {found}, but it must be a torch.optim.Optimizer or a DistOptConfig. "
+            f"Write distribute(model, {name}(model.parameters(), lr=...))."
         )
     kinds = [
         name
@@ -242,31 +242,33 @@ def _check_optimizer(optimizer: Any, *, is_alone: bool) -> None:
     ]
     if not is_alone and any(vars(optimizer)[name] for name in kinds):
         raise ConfigError(
-            f"{type(optimizer).__name__}, one of several optimizers, has hooks, which would be "
-            "called with another one. Register them on what distribute(...) returns."
+            f"{type(optimizer).__name__} is one of several optimizers and has hooks, but hooks are "
+            "called for all of them together. Register the hooks on the optimizer that "
+            "distribute(...) returns."
         )
 
 
 def _check_unused(optimizer: Optimizer, config: DistOptConfig) -> None:
-    """Refuses options of an optimizer that is made here, where one was given; `adam` also chooses
-    low precision's."""
+    """With a given optimizer, refuses options that would make one. `adam` is allowed with state in
+    low precision, because it chooses the implementation there."""
     is_full, default = Precision.of(config).is_full, DistOptConfig()
     for name in _OF_OWN_OPTIMIZER if is_full else _OF_OWN_OPTIMIZER[1:]:
         if name in config.explicit and getattr(config, name) != getattr(default, name):
             kind = type(optimizer).__name__
             raise ConfigError(
-                f"{name} is {getattr(config, name)!r} together with an optimizer object. Give it "
-                f"to the constructor of {kind} if that has it, or leave {name} or the optimizer "
-                "out."
+                f"{name} is {getattr(config, name)!r}, but an optimizer object was given as well, "
+                f"so the option has no effect. Give {name} to the constructor of {kind} if it has "
+                f"that argument, or leave {name} or the optimizer out."
             )
 
 
 def _without_those_of_others(
     named: dict[str, Parameter], groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, Parameter]:
-    """Leaves out params of the model that another optimizer of ours updates, and this one not."""
+    """Leaves out params of the model that another distributed optimizer updates instead of this
+    one."""
     if any(map(is_updated, named.values())):
-        gc.collect()  # the optimizer may be gone but for a cycle
+        gc.collect()  # only a reference cycle may be keeping the other optimizer alive
     grouped = {param for group in groups for param in group["params"]}
     return {
         name: param for name, param in named.items() if param in grouped or not is_updated(param)
@@ -274,24 +276,23 @@ def _without_those_of_others(
 
 
 def check_param(name: str, param: Parameter) -> None:
-    """Refuses a param of another optimizer of ours, and those that torch itself cannot treat as
-    plain tensors."""
+    """Refuses a param of another distributed optimizer, and a param that is not a plain tensor."""
     if is_updated(param):
         raise LayoutError(
-            f"Param {name!r} is in another distributed optimizer, and can be in one at a time. "
-            "Call release() on the other one first, in Lightning in on_fit_end() of the module; or "
-            "give each optimizer params of its own."
+            f"Param {name!r} is already in another distributed optimizer, and it can be in only "
+            "one at a time. Call release() on the other optimizer first (in Lightning, in "
+            "on_fit_end() of the module), or give each optimizer params of its own."
         )
     if isinstance(param, UninitializedParameter):
         raise LayoutError(
-            f"Param {name!r} is not initialized (a lazy module). Run one batch through the model "
-            "before distribute(...)."
+            f"Param {name!r} belongs to a lazy module and is not initialized. Run one batch "
+            "through the model before distribute(...)."
         )
     if is_traceable_wrapper_subclass(param):
         raise LayoutError(
-            f"Param {name!r} is a {type(param.data).__name__}, and must be a plain tensor, whole "
-            "on every data-parallel rank. Take the model out of FSDP, tensor parallelism or "
-            "quantization before distribute(...)."
+            f"Param {name!r} is a {type(param.data).__name__}, but it must be a plain tensor that "
+            "is whole on every data-parallel rank. Do not apply FSDP, tensor parallelism or "
+            "quantization to the model before distribute(...)."
         )
 
 
@@ -300,14 +301,14 @@ def _torch_groups(
     given: Sequence[Mapping[str, Any]] | None,
     named: Mapping[str, Parameter],
 ) -> list[dict[str, Any]]:
-    """The user's groups; one of the whole model, frozen params included, where there are none."""
+    """The user's groups. Without any, one group of the whole model, frozen params included."""
     if given is not None:
         return as_torch_groups(given)
     if not optimizers:
         return [{"params": list(named.values())}]
     if len(optimizers) == 1:
         return optimizers[0].param_groups  # the list itself, which may grow
-    # The dicts, whose options schedulers write.
+    # The optimizers' own dicts, because schedulers write options into them.
     return [group for each in optimizers for group in each.param_groups]
 
 
@@ -316,30 +317,30 @@ def check_groups(
     named: Mapping[str, Parameter],
     earlier: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Refuses params that the model does not have, and those in two groups, `earlier` ones
-    included."""
+    """Refuses params that are not in the model, and params in two groups, counting `earlier`
+    ones."""
     seen = Counter(param for group in groups for param in group["params"])
     foreign = seen.keys() - set(named.values())
     seen.update(param for group in earlier for param in group["params"])
     if foreign:
         raise LayoutError(
-            f"The param groups have {len(foreign)} params that the model has not. Register their "
-            "module in the model first, or call distribute([model, other_module], ...) with every "
-            "module whose params the optimizer has."
+            f"The param groups have {len(foreign)} params that are not in the model. Register "
+            "their module in the model first, or call distribute([model, other_module], ...) with "
+            "every module whose params the optimizer updates."
         )
     twice = [name for name, param in named.items() if seen[param] > 1]
     if twice:
         raise LayoutError(
-            f"Param {twice[0]!r} is in 2 param groups, and can be in one. Leave it out of one of "
-            "them."
+            f"Param {twice[0]!r} is in 2 param groups, but a param can be in only one. Leave it "
+            "out of one of them."
         )
 
 
 def _trained(
     named: Mapping[str, Parameter], groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, Parameter]:
-    """The params that train: those in a group that are neither frozen nor empty. As in torch,
-    others are left alone."""
+    """The params that train: those in a group that are neither frozen nor empty. The others are not
+    changed, as in torch."""
     grouped = {param for group in groups for param in group["params"]}
     return {
         name: param
@@ -377,8 +378,8 @@ def _choose(
 def _check_whole(place: Placement, optimizer: str) -> None:
     if place.dim is not None:
         raise LayoutError(
-            f"Param {place.name!r} is cut along dimension {place.dim}, and {optimizer} needs it "
-            "whole on every data-parallel rank. Give it to AdamW, or train without cutting it."
+            f"Param {place.name!r} is cut along dimension {place.dim}, but {optimizer} needs it "
+            "whole on every data-parallel rank. Give the param to AdamW, or do not cut it."
         )
 
 
@@ -400,8 +401,9 @@ def check_trained(
     """Refuses params that cannot be trained with a config."""
     if not named:
         raise LayoutError(
-            "The optimizer has no trainable param of the model. Unfreeze something, and give the "
-            "optimizer params of this model."
+            "No param of the model can be trained: the optimizer has none of them, or those that "
+            "it has are frozen or empty. Give the optimizer params of this model, and unfreeze at "
+            "least one with param.requires_grad_(True)."
         )
     check_dtypes(named, config)
     check_not_shared(named.items())
@@ -410,7 +412,7 @@ def check_trained(
     for name, param in named.items():
         if not isinstance(param, Parameter):
             raise LayoutError(
-                f"{name!r} is no Parameter but a Tensor, as in a script module that was loaded. "
+                f"{name!r} is a Tensor and not a Parameter, as in a script module that was loaded. "
                 "Load its state_dict() into a module written in Python, or freeze it."
             )
         if is_ignored(param):

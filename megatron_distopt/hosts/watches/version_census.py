@@ -1,4 +1,4 @@
-"""Which tensors have changed since they were counted."""
+"""Finds the tensors that were changed since their versions were noted."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class _Counted(NamedTuple):
 
 
 class VersionCensus:
-    """Counts the operations in place on tensors (`_version`), each of which has a name.
+    """Notes the versions of named tensors, which torch counts up at each in-place operation.
 
-    The kernels of torch's norms change running statistics without being counted.
+    torch's norms change their running statistics without counting a version.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -26,7 +26,7 @@ class VersionCensus:
         }
 
     def changed(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Names of those that are gone, that are another tensor now, or that were written to."""
+        """Names of tensors that are gone, are another tensor now, or were written to."""
         gone = [name for name in self._counted if name not in tensors]
         return gone + [name for name, tensor in tensors.items() if self._has_changed(name, tensor)]
 

@@ -1,15 +1,15 @@
 """What others did to params between two steps: to their memory, their values and their groups.
 
 [Note: params that have left] `param.data = tensor`, or `.bfloat16().float()` on a module, moves a
-param to memory that the optimizer does not write to: without an error, it would never be updated
-again. This file finds such params. Whether their new values are kept differs between the hosts' own
-optimizers, so the adapters decide that.
+param to memory that the optimizer does not write to. Without an error, the param would never be
+updated again. This file finds such params. The hosts' own optimizers differ in whether they keep
+the new values, so the adapters decide that.
 
 [Note: aliases of a param] torch counts in-place operations on a param (`_version`), but not those
-on `param.data`, which is an alias with a count of its own. So while an optimizer has to know who
-wrote to its params, `Parameter.data` notes every alias that it returns. What writes without an
-operator of torch's, such as numpy or a collective, is in no count: only that somebody has an alias
-says that it may have happened.
+on `param.data`, which is an alias with a count of its own. So while an optimizer has to know
+whether its params were changed, `Parameter.data` notes every alias that it returns. Some writes use
+no torch operator, such as those of numpy or a collective, and are not counted. So as long as
+somebody holds an alias, the values may have changed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _Groups = Sequence[Mapping[str, Any]]
 
 
 def _still_used(storages: Mapping[str, torch.UntypedStorage]) -> list[str]:
-    """The names of those that something uses beside this mapping."""
+    """The names of the storages that something other than this mapping uses."""
     return [
         name
         for name, storage in storages.items()
@@ -52,36 +52,37 @@ def _still_used(storages: Mapping[str, torch.UntypedStorage]) -> list[str]:
 
 @contextmanager
 def telling_of_aliases(named: Mapping[str, Parameter]) -> Iterator[None]:
-    """Params are moved to other memory in it; says in a warning whose old memory is still used."""
+    """Within it params are moved to other memory. Warns of those whose old memory is still used."""
     storages = {name: param.untyped_storage() for name, param in named.items()}
     yield
     if _still_used(storages):
-        gc.collect()  # what uses it may be gone but for a cycle
+        gc.collect()  # only a reference cycle may still be using it
     if names := _still_used(storages):
         _log.warning(
             "Something still uses the memory that param %s had before the distributed optimizer "
             "was built: a state_dict(), .data, a view, a NumPy array, or the graph of an output. "
-            "It keeps the values of now; take it again afterwards, or delete it before.",
+            "It will not see any update of the param. Delete it before the optimizer is built, or "
+            "take it again afterwards.",
             some_of(names),
         )
 
 
 def check_not_shared(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuses params in memory of several processes: the others would never see an update."""
+    """Refuses params in memory that processes share: other processes would never see an update."""
     for name, param in named:
         if param.device.type == CPU and param.untyped_storage().is_shared():
             raise LayoutError(
-                f"Param {name!r} is in memory that processes share, as after share_memory(), and "
-                "the distributed optimizer writes to buffers of its own. Train a copy, "
-                "copy.deepcopy(model), and call shared_model.load_state_dict(model.state_dict()) "
-                "whenever other processes are to see its values."
+                f"Param {name!r} is in memory that processes share, as after share_memory(). The "
+                "distributed optimizer moves params to its own buffers, which other processes "
+                "cannot see. Train a copy, copy.deepcopy(model), and call "
+                "shared_model.load_state_dict(model.state_dict()) to publish its values."
             )
 
 
 def check_own_memory(named: Mapping[str, Parameter]) -> None:
-    """Refuses two Parameters in the same memory: torch updates it twice, and here each would get
-    memory of its own."""
-    _check_apart(named.items(), "in the same memory as")
+    """Refuses two Parameters in the same memory. torch updates that memory twice; here each would
+    get memory of its own."""
+    _check_apart(named.items(), "is in the same memory as")
 
 
 def _check_apart(tensors: Iterable[tuple[str, Tensor]], found: str) -> None:
@@ -92,8 +93,9 @@ def _check_apart(tensors: Iterable[tuple[str, Tensor]], found: str) -> None:
     for (_, stop, first), (start, _, second) in pairwise(extents):
         if start < stop:
             raise LayoutError(
-                f"Param {second!r} is {found} {first!r}, and needs memory of its own. Tie params "
-                "as one Parameter, b.weight = a.weight, before the distributed optimizer is built."
+                f"Param {second!r} {found} {first!r}, but each Parameter needs memory of its own. "
+                "To tie params, make them one Parameter, b.weight = a.weight, before the "
+                "distributed optimizer is built."
             )
 
 
@@ -107,8 +109,8 @@ def addresses_of(tensor: Tensor) -> tuple[int, int]:
 
 
 class PlacedParam:
-    """A param and the memory that the optimizer writes its new values to, in which `param.data`
-    is."""
+    """A param and the memory in which `param.data` lies, to which the optimizer writes its new
+    values."""
 
     __slots__ = ("address", "name", "param", "view")
 
@@ -127,8 +129,8 @@ class PlacedParam:
 
 
 def params_that_left(params: Sequence[PlacedParam]) -> Sequence[PlacedParam]:
-    """Finds the params to bring back, see [Note: params that have left]; refuses those that cannot
-    be: of another dtype, shape or device, or in the memory of another one."""
+    """Finds the params to bring back, see [Note: params that have left]. Refuses a param whose
+    dtype, shape or device has changed, or that was given memory of another param."""
     left = [placed for placed in params if placed.param.data_ptr() != placed.address]
     if not left:
         return left
@@ -136,13 +138,14 @@ def params_that_left(params: Sequence[PlacedParam]) -> Sequence[PlacedParam]:
         before, after = _described(moved.view), _described(moved.param)
         if before != after:
             raise LayoutError(
-                f"Param {moved.name!r} is {after} where it was {before}. Convert the model before "
-                "distribute(...) or get_megatron_optimizer(...) builds its optimizer."
+                f"Param {moved.name!r} is {after} now, but it was {before} when the optimizer was "
+                "built. Convert the model before distribute(...) or get_megatron_optimizer(...) "
+                "builds its optimizer."
             )
     check_not_shared((moved.name, moved.param) for moved in left)
     places: list[tuple[str, Tensor]] = [(placed.name, placed.view) for placed in params]
     places += [(moved.name, moved.param) for moved in left]
-    _check_apart(places, "given the memory of")
+    _check_apart(places, "was given the memory of")
     return left
 
 
@@ -158,17 +161,18 @@ class Writes:
 
     __slots__ = ("__weakref__", "_was_written", "aliases", "name", "param", "version")
 
-    #: So many aliases are held before those that nobody else holds are let go.
+    #: With this many aliases, those that no other code holds are dropped.
     _MANY = 8
 
     def __init__(self, name: str, param: Parameter) -> None:
         self.name, self.param = name, param
-        #: Those that were asked for since `forget`, or that somebody has; each with its count then.
+        #: Aliases that were asked for since `forget` or that somebody still holds, each with the
+        #: version that it had.
         self.aliases: list[tuple[Tensor, int]] = []
         self.forget()
 
     def keep(self, alias: Tensor) -> None:
-        """Notes an alias, and holds it, because its count is lost with it."""
+        """Notes an alias and holds it, so that its version is not lost."""
         if len(self.aliases) >= self._MANY:
             self._was_written = self.is_written
             self._let_go()
@@ -182,13 +186,13 @@ class Writes:
         return any(alias._version != count for alias, count in self.aliases)
 
     def forget(self) -> None:
-        """Takes its values as they are now for known."""
+        """Marks the current values as seen."""
         self.version, self._was_written = self.param._version, False
         if self.aliases:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Lets go of the aliases that nobody else has, not even as the base of a view."""
+        """Drops the aliases that no other code holds, not even as the base of a view."""
         held = [ref(alias) for alias, _ in self.aliases]
         self.aliases.clear()
         others = [alias() for alias in held]
@@ -196,10 +200,10 @@ class Writes:
 
 
 class _DataWatch:
-    """Tells `Writes` who asked for `param.data`."""
+    """Gives `Writes` every alias that `param.data` returns."""
 
     def __init__(self) -> None:
-        #: By the id of the param, as long as somebody has the `Writes`.
+        #: By the id of the param, while somebody holds the `Writes`.
         self._writes: WeakValueDictionary[int, Writes] = WeakValueDictionary()
 
     def add(self, params: Iterable[Writes]) -> None:
@@ -213,7 +217,7 @@ class _DataWatch:
         self._end()
 
     def _end(self) -> None:
-        """Puts torch's own `Parameter.data` back where nobody asks who used it."""
+        """Puts torch's own `Parameter.data` back when no param is watched."""
         if not self._writes and "data" in vars(Parameter):
             del Parameter.data
 
@@ -230,7 +234,7 @@ data_watch = _DataWatch()
 
 
 class WeightWatch:
-    """Params whose main params have to know that the values were changed."""
+    """Watches params whose main params have to follow a change of values."""
 
     def __init__(self) -> None:
         self.params: list[Writes] = []
@@ -245,17 +249,17 @@ class WeightWatch:
         self.params.clear()
 
     def forget(self) -> None:
-        """Takes all values as they are now for known, after a step and whatever else of ours
-        writes to them; an alias that somebody still has may be written to later."""
+        """Marks all current values as seen, after a step or another write of the optimizer's. An
+        alias that somebody still holds is watched on."""
         for each in self.params:
             each.forget()
 
 
 class RemainderWatch(WeightWatch):
-    """Refuses weights that were written to where main params are remainders of them.
+    """Refuses weights that were written to while their main params are stored as remainders.
 
-    A main param of its own wins over weights that were changed in a Megatron, whose step overwrites
-    them. A remainder becomes that of other weights, which nobody wants.
+    In a Megatron a step overwrites changed weights with the main params. But a remainder is the
+    difference of a main param to its weight, so a changed weight silently changes the main param.
     """
 
     def __init__(self, sharded: ShardedOptimizer, named: Mapping[str, Parameter]) -> None:
@@ -272,22 +276,23 @@ class RemainderWatch(WeightWatch):
         written = {each.name for each in self.params if each.is_written}
         if written and (lost := names_in(self._remainders(), written)):
             remedy = (
-                "or write --distopt-main-params-dtype float32, with which a step overwrites them"
+                "or write --distopt-main-params-dtype float32: then steps overwrite changed weights"
             )
             raise remainder_lost(lost[0], "was written to", remedy)
         self.forget()
 
 
 def names_in(flat_params: Iterable[FlatParam], names: Collection[str]) -> list[str]:
-    """Those params of which flat params have a shard, in the order of the flat params."""
+    """The params of which flat params hold a shard, in the order of the flat params."""
     return [shard.name for flat in flat_params for shard in flat.plan.shards if shard.name in names]
 
 
 def remainder_lost(name: str, found: str, remedy: str) -> LayoutError:
-    """For a main param that is a remainder of weights that were changed."""
+    """An error for weights that were changed while main params are stored as remainders."""
     return LayoutError(
-        f"Param {name!r} with main_params_dtype='remainder' {found} between two steps. Call "
-        f"optimizer.reload_model_params() after you have changed weights, {remedy}."
+        f"Param {name!r} {found} between two steps, which also changes its main param, because "
+        "main_params_dtype is 'remainder'. Call optimizer.reload_model_params() after you have "
+        f"changed weights, {remedy}."
     )
 
 
@@ -295,7 +300,7 @@ def remainder_lost(name: str, found: str, remedy: str) -> LayoutError:
 
 
 class GroupMembers:
-    """Notes which params the groups of an inner optimizer have; users must not change that."""
+    """Notes which params are in the groups of an inner optimizer, and refuses a change."""
 
     def __init__(self, groups: _Groups) -> None:
         self._ids = ids_of(groups)
@@ -303,11 +308,12 @@ class GroupMembers:
     def check(self, groups: _Groups) -> None:
         if ids_of(groups) != self._ids:
             raise LayoutError(
-                "The param_groups have other params than they were given. Build the optimizer "
-                "again with get_megatron_optimizer(...) after the model has changed."
+                "Params were added to, removed from or reordered in optimizer.param_groups. After "
+                "a change of the model, build the optimizer again with "
+                "get_megatron_optimizer(...)."
             )
 
 
 def ids_of(groups: _Groups) -> list[list[int]]:
-    """Which params groups have."""
+    """The ids of the params in each group."""
     return [list(map(id, group["params"])) for group in groups]

@@ -1,1 +1,1 @@
-"""Adam whose state is stored in other forms than fp32."""
+"""Adam with state that is stored in other forms than fp32."""

@@ -1,25 +1,26 @@
-"""Numbers in 8 bits: how a block of fp32 values is rounded to codes and one scale, and read back;
-and how values are rounded at random.
+"""Stores numbers in 8 bits: a block of fp32 values is rounded to codes and one scale, and read
+back. Also rounds values stochastically.
 
-[Note: block codes] 128 neighbouring values have one scale, a power of two, which is kept as the
-exponent of an fp32 number (one byte). A value is divided by the scale, rounded to fp16, and the
-code is a part of its 16 bits: the sign, the lowest 3 bits of its exponent and the highest 4 of its
-mantissa. So steps are proportional to values over 7 octaves, and linear below. A power of two
-leaves mantissas as they are. What was read back is therefore rounded to itself, in a block with
-smaller values as well, and a checkpoint that is loaded in the same precision gives the same bits.
+[Note: block codes] 128 neighbouring values share a scale, a power of two, which is stored as the
+exponent of an fp32 number (one byte). A value is divided by the scale and rounded to fp16, and its
+code is a part of these 16 bits: the sign, the lowest 3 bits of the exponent and the highest 4 of
+the mantissa. So steps are proportional to values over 7 octaves, and linear below. A scale that is
+a power of two does not change mantissas. So a value that was read back is rounded to itself, even
+in a block with smaller values, and a checkpoint that is loaded in the same precision gives the same
+bits.
 
-[Note: roots] Of a second moment the root is kept. It needs half the octaves, and is what Adam
-divides by. A value that is not zero never becomes zero, because Adam would divide by eps alone.
-Codes have 5 bits of mantissa at most, so the square of a root is exact in fp32, and so is the root
-of the square. Of other values the root is rounded to nearest, as by a GPU; MKL's root of fp32,
-which torch takes on a CPU, is an ulp off at times.
+[Note: roots] Of a second moment the root is stored. It needs half the octaves, and Adam divides by
+it. A value that is not zero never becomes zero, because then Adam would divide by eps alone. Codes
+have at most 5 bits of mantissa, so the square of a stored root is exact in fp32, and so is the root
+of that square. For other values the root is rounded to nearest, as on a GPU. MKL's fp32 root, which
+torch uses on a CPU, is sometimes an ulp off, so it is not used.
 
-[Note: stochastic rounding] An exponential average with a decay of 0.999 changes by a thousandth at
-most where the gradient vanishes, less than half a step of bf16 or of 8 bits, so rounding to nearest
-would keep it up for ever. Second moments and bf16 main params are therefore rounded up or down at
-random, in proportion to what is cut off. The random bits are a function of an element's place among
-all elements of its buffer, padding left out, and the count of updates. So a run can be repeated to
-the bit, and they do not depend on ranks and buckets.
+[Note: stochastic rounding] If the gradient vanishes, an exponential average with a decay of 0.999
+shrinks by a thousandth in each step. That is less than half a step of bf16 or of 8 bits, so with
+rounding to nearest it would never shrink. So second moments and bf16 main params are rounded up or
+down at random, with a probability proportional to what is cut off. The random bits depend only on
+the count of updates and on an element's place among all elements of its buffer, without padding. So
+a run can be repeated bit for bit, and its results do not depend on ranks and buckets.
 """
 
 from __future__ import annotations
@@ -29,34 +30,34 @@ from torch import Tensor
 
 from megatron_distopt.device import CPU
 
-#: Of an fp32 number.
+#: Mantissa bits and exponent bias of an fp32 number.
 _FP32_MANTISSA_BITS, _FP32_BIAS = 23, 127
 #: The exponent of a scale of NaN: all values of such a block are NaN.
 _NAN_EXPONENT = 255
 #: Smaller exponents are not used for scales, so that a scale and its inverse are normal numbers.
 _LEAST_EXPONENT = 20
-#: The bits of infinity; those of every NaN are more.
+#: The bits of infinity as an integer; those of every NaN are larger.
 _INFINITY_BITS = 0x7F800000
-#: Of a code, which is a byte: its sign, and the 3 bits of exponent and 4 of mantissa.
+#: The bits of a code, which is a byte: its sign, and 3 bits of exponent with 4 of mantissa.
 _SIGN, MAGNITUDE = 0x80, 0x7F
 _MANTISSA_BITS = 4
-#: fp16 has so many bits of mantissa, and its exponents count from there; its sign is bit 15.
+#: Mantissa bits, exponent bias and sign bit of an fp16 number.
 _FP16_MANTISSA_BITS, _FP16_BIAS, _FP16_SIGN = 10, 15, -0x8000
 _CUT_BITS = _FP16_MANTISSA_BITS - _MANTISSA_BITS
 _SIGN_SHIFT = 8  # between the signs of fp16 and of a code
 _LAST_KEPT = 1 << _CUT_BITS
-#: The exponent, as fp16 keeps it, that the largest value of a block gets: the largest of 3 bits.
+#: The fp16 exponent of the largest value of a block: the largest number of 3 bits.
 _TOP = 7
-#: What is added to the exponent of that value for the scale, and from what it is subtracted for the
-#: inverse of the scale.
+#: The exponent of the largest value plus `_TO_SCALE` is that of the scale, and `_INVERSE` minus the
+#: exponent of the largest value is that of the inverse of the scale.
 _TO_SCALE = _FP16_BIAS - _TOP
 _INVERSE = 2 * _FP32_BIAS - _TO_SCALE
 #: The largest exponent of a scale, so that it and its inverse are normal; blocks with larger values
 #: are NaN.
 _LARGEST_EXPONENT = 2 * _FP32_BIAS - 16 + _TOP
-_HALF_BITS = 16  # of an fp32 number
-_POSITIVE = 0x7FFFFFFF  # all bits of an int32 but its sign
-#: Odd numbers with bits everywhere, by which the place and the count of updates are spread.
+_HALF_BITS = 16  # half the bits of an fp32 number
+_POSITIVE = 0x7FFFFFFF  # all bits of an int32 except its sign
+#: Odd numbers with well-mixed bits, to hash the place and the count of updates.
 _FACTOR_OF_PLACE, _FACTOR_OF_COUNT = 0x9E3779B1, 0xC2B2AE35
 
 
@@ -89,7 +90,8 @@ def encode(values: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]
 
 
 def encode_roots(values: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`encode` for the roots of values that are at least 0 and stay; see [Note: roots]."""
+    """`encode` for the roots of values that are at least 0; does not overwrite the values. See
+    [Note: roots]."""
     roots = root_of(values)
     codes, exponents = encode(roots, noise)
     is_lost = (codes == 0) & (roots > 0)
@@ -117,14 +119,14 @@ def decode(codes: Tensor, exponents: Tensor) -> Tensor:
 def _exponents_of(largest: Tensor) -> Tensor:
     """The exponents of scales.
 
-    What a code cannot hold in the octave of the largest value counts as the next octave, so that
-    nothing is rounded out of range.
+    If a code would round the largest value up to the next octave, that octave is used, so that no
+    value is rounded out of range.
 
     Args:
         largest: the largest absolute value of each block, fp32; it is overwritten.
 
     Returns:
-        int32 in the shape of `largest`; `_NAN_EXPONENT` where it is inf or NaN.
+        int32 in the shape of `largest`; `_NAN_EXPONENT` where `largest` is inf or NaN.
     """
     bits = largest.view(torch.int32).clamp_(max=_INFINITY_BITS)
     below_next_code = (1 << (_FP32_MANTISSA_BITS - _MANTISSA_BITS)) - 1
@@ -133,15 +135,15 @@ def _exponents_of(largest: Tensor) -> Tensor:
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:
-    """fp32 powers of two from exponents as fp32 keeps them, int32."""
+    """fp32 powers of two from biased fp32 exponents, int32."""
     return (exponents << _FP32_MANTISSA_BITS).view(torch.float32)
 
 
 def root_of(values: Tensor) -> Tensor:
     """The square root, rounded to nearest; see [Note: roots].
 
-    A root in float64 that is an ulp off still rounds to the right fp32 number: no root of an fp32
-    number is so near to the middle of two others.
+    On a CPU it is computed in float64. Even if that root is an ulp off, it rounds to the right fp32
+    number: no root of an fp32 number is that close to the middle between two fp32 numbers.
     """
     if values.device.type != CPU:
         return values.sqrt()
@@ -151,7 +153,8 @@ def root_of(values: Tensor) -> Tensor:
 
 
 def round_to_bf16(values: Tensor, noise: Tensor) -> Tensor:
-    """Rounds fp32 up or down at random, by int32 noise from 0 to 2**16 - 1; inf and NaN stay."""
+    """Rounds fp32 up or down at random, with int32 noise from 0 to 2**16 - 1. inf and NaN are not
+    changed."""
     bits = values.view(torch.int32) + noise
     bits.bitwise_right_shift_(_HALF_BITS)
     upper = bits.to(torch.int16)
@@ -161,10 +164,10 @@ def round_to_bf16(values: Tensor, noise: Tensor) -> Tensor:
 
 
 def random_bits(start: int, numel: int, count: Tensor) -> Tensor:
-    """31 random bits, int32 [numel], for neighbouring elements; the same whenever it is called with
-    the same arguments.
+    """31 random bits for each of `numel` neighbouring elements, int32 [numel]. Equal arguments give
+    equal bits.
 
-    `count` is of updates, 0-D on the device of the result.
+    `count` is the number of updates, 0-D on the device of the result.
     Source: the constants of a 32-bit finalizer of MurmurHash3 (Austin Appleby, public domain).
     """
     bits = torch.arange(numel, dtype=torch.int32, device=count.device)
@@ -181,7 +184,7 @@ def random_bits(start: int, numel: int, count: Tensor) -> Tensor:
 
 
 def _shifted(bits: Tensor, shift: int) -> Tensor:
-    """Shifts zeros in from the left, as unsigned numbers are."""
+    """Shifts right and fills with zeros, as for unsigned numbers."""
     lowest = (1 << (32 - shift)) - 1
     shifted = bits >> shift
     return shifted.bitwise_and_(lowest)

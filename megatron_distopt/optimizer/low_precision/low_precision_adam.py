@@ -1,10 +1,9 @@
-"""Adam whose state is stored in other forms than fp32: read, updated and rounded back.
+"""Adam with state that is stored in other forms than fp32: read, updated and rounded back.
 
-torch's kernel updates fp32 values of one stretch after the other. A stretch is small enough to stay
-in the cache of a CPU in between, so memory is read and written once, in the forms in which the
-state is stored. With [Note: remainder] the result is that of fp32 state to the bit
-(tests/hosts/test_state_precision.py).
-"""
+torch's kernel updates the fp32 values of one stretch after the other. A stretch fits into the cache
+of a CPU, so memory is read and written once, in the form in which the state is stored. With [Note:
+remainder] the result is bit-identical to that with fp32 state
+(tests/hosts/test_state_precision.py)."""
 
 from __future__ import annotations
 
@@ -31,28 +30,28 @@ from megatron_distopt.optimizer.low_precision.low_precision_tensor import (
 )
 from megatron_distopt.optimizer.low_precision.stored_values import RemainderValues, StoredValues
 
-#: Elements of a stretch: for each thread of a CPU, and on a device, where it is scratch memory and
-#: launches.
+#: Elements of a stretch: for each thread of a CPU, and on a device. There more elements need more
+#: scratch memory, and fewer need more launches.
 _STRETCH_ON_CPU, _STRETCH = 1 << 16, 1 << 23
 _MOMENTS = "exp_avg", SECOND_MOMENT
 
 
 @dataclass(frozen=True, eq=False)
 class _ParamUpdate:
-    """A flat param that is updated in this step, with its state as it is stored."""
+    """A flat param that is updated in this step, with its stored state."""
 
     start: int  # the place of its first value in the buffer, for random bits
     main: StoredValues
-    first: StoredValues  # moment
-    second: StoredValues  # moment
+    first: StoredValues  # first moment
+    second: StoredValues  # second moment
     grad: Tensor  # fp32 1-D
     step: Tensor  # count of updates
-    model: Tensor | None  # what the main param is rounded into, if it does not write it by itself
+    model: Tensor | None  # the model param; None if `main` writes it
 
 
 class _Stretch:
-    """Some neighbouring elements of a flat param, fp32; the gradient is a view, the others may be
-    copies."""
+    """The fp32 values of neighbouring elements of a flat param. The gradient is a view, the others
+    may be copies."""
 
     def __init__(self, update: _ParamUpdate, place: slice) -> None:
         self.update, self.place = update, place
@@ -71,22 +70,22 @@ class _Stretch:
         update.first.update(place, self.first)
         update.second.update(place, self.second, noise)
         if noise is not None and update.main.is_rounded_at_random:
-            noise = noise >> 15  # other bits than those of the second moment
-        # the last one: it may write the sign bits of the second moment
+            noise = noise >> 15  # not the bits that the second moment uses
+        # after the second moment, because it may write sign bits there
         update.main.update(place, self.main, noise)
         if update.model is not None:
-            # What is stored is rounded, not what was computed, so that a checkpoint gives the same
-            # model param.
+            # Rounded from the stored main param and not from the computed one, so that a checkpoint
+            # gives the same model param.
             update.model[place] = update.main.read(place)
 
 
 class LowPrecisionAdam(torch.optim.AdamW):
-    """Adam over flat params, fp32 1-D tensors in low precision or plain, with moments in any
-    precision.
+    """Adam over flat params, which are 1-D fp32 tensors, plain or in low precision, with moments in
+    any precision.
 
-    Where torch has a fused kernel for the device, it reads `grad_scale` and `found_inf` as torch's
-    fused optimizers do. State is stored in `precision` on devices of `device_type`, or everywhere
-    where that is None; else it is fp32.
+    If torch has a fused kernel for the device, it reads `grad_scale` and `found_inf` as torch's
+    fused optimizers do. State is stored in `precision` on devices of `device_type`, or on all
+    devices if that is None. On other devices it is fp32.
     """
 
     _models: Mapping[Tensor, Tensor] = {}
@@ -100,7 +99,7 @@ class LowPrecisionAdam(torch.optim.AdamW):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         *,
-        decoupled: bool = True,  # or the decay is added to the gradient
+        decoupled: bool = True,  # False to add the weight decay to the gradient
         precision: Precision,
         device_type: str | None = None,
     ) -> None:
@@ -109,7 +108,7 @@ class LowPrecisionAdam(torch.optim.AdamW):
             map(has_torch_fused, device_types if device_type is None else {device_type})
         )
         super().__init__(
-            [without_implementation(group) for group in params],  # which it had before
+            [without_implementation(group) for group in params],  # drops kernels chosen before
             lr=lr,
             betas=betas,
             eps=eps,
@@ -132,20 +131,20 @@ class LowPrecisionAdam(torch.optim.AdamW):
     def round_into(self, models: Mapping[Tensor, Tensor], places: Mapping[Tensor, int]) -> None:
         """From now on the update of a main param is rounded into its model param.
 
-        `places`: of the first elements of main params among those of their buffers; random rounding
-        depends on it.
+        `places` has the place of each main param's first element in its buffer, on which random
+        rounding depends.
         """
         self._models, self._places = models, places
 
     def new_moment(self, main: Tensor, kind: str) -> Tensor:
-        """Zeros in the form in which a moment of a main param is kept, to be filled and given to
-        `restore`. The present one stays, because it may be what is loaded."""
+        """Zeros in the form in which a moment of a main param is stored, to be filled and given to
+        `restore`. The present moment is not changed, because it may be the one that is loaded."""
         return self._precision_of(main).moment(main, kind)
 
     @torch.no_grad()
     def take_moments(self, main: Tensor) -> None:
-        """Brings moments that others have put into the state of a main param into the form in which
-        they are kept."""
+        """Converts moments that other code has put into the state of a main param to the form in
+        which they are stored."""
         state = self.state.get(main, {})
         for kind in [moment for moment in _MOMENTS if moment in state]:
             self._bring_into_form(main, state, kind)
@@ -154,10 +153,10 @@ class LowPrecisionAdam(torch.optim.AdamW):
         return self.precision if self._device_type in (None, main.device.type) else FULL
 
     def _prepared(self, main: Tensor) -> _ParamUpdate:
-        """Makes the state that is not there yet, and brings the other into its form."""
+        """Creates missing state, and converts other state to its form."""
         state, stored = self.state[main], stored_of(main)
         if "step" not in state:
-            # As torch does: where its fused kernel reads it, else on the CPU.
+            # As in torch: on the device for its fused kernel, else on the CPU.
             device = main.device if self._is_fused else CPU
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
         for kind in _MOMENTS:
@@ -175,8 +174,8 @@ class LowPrecisionAdam(torch.optim.AdamW):
         )
 
     def _bring_into_form(self, main: Tensor, state: dict[str, Any], kind: str) -> None:
-        """Makes a moment, or brings one of which others have made a plain tensor, as by loading it,
-        back into the form."""
+        """Creates a moment, or converts one that other code has replaced with a plain tensor, as a
+        load does."""
         known, stored = state.get(kind), stored_of(main)
         if kind == SECOND_MOMENT and isinstance(stored, RemainderValues):
             if known is None:
@@ -193,7 +192,8 @@ class LowPrecisionAdam(torch.optim.AdamW):
                 state[kind].copy_(known)
 
     def _update_in_stretches(self, group: dict[str, Any], updates: Sequence[_ParamUpdate]) -> None:
-        """All members of a param group; torch's kernel takes several stretches at once."""
+        """Updates all flat params of a param group. torch's kernel takes several stretches at
+        once."""
         beta1, beta2 = group["betas"]
         options = {key: group[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
         options |= {"beta1": beta1, "beta2": beta2}
@@ -212,7 +212,7 @@ class LowPrecisionAdam(torch.optim.AdamW):
                 fused(mains, grads, firsts, seconds, [], counts, **options)
             else:
                 plain = adamw if self.decoupled else adam
-                before = [count - 1 for count in counts]  # it counts by itself
+                before = [count - 1 for count in counts]  # this function counts up by itself
                 plain(mains, grads, firsts, seconds, [], before, foreach=True, **options)
             for stretch in stretches:
                 stretch.write()
@@ -221,14 +221,15 @@ class LowPrecisionAdam(torch.optim.AdamW):
 
 
 def _gathered(updates: Sequence[_ParamUpdate]) -> Iterator[list[_Stretch]]:
-    """Stretches of about the same number of elements in all, for one call of the kernel."""
+    """Lists of stretches with about the same number of elements in total, each for one call of the
+    kernel."""
     gathered, numel = list[_Stretch](), 0
     for update in updates:
         is_on_cpu = update.grad.device.type == CPU
         most = _STRETCH_ON_CPU * torch.get_num_threads() if is_on_cpu else _STRETCH
         start = 0
         while start < update.main.numel:
-            # If a moment has blocks, it ends with one of them; those of both begin alike.
+            # If a moment has blocks, the stretch ends at a block. The blocks of both are aligned.
             about = slice(start, start + most)
             stop = max(update.first.around(about).stop, update.second.around(about).stop)
             gathered.append(_Stretch(update, slice(start, stop)))

@@ -1,10 +1,10 @@
-"""A tensor of fp32 values that are stored in another form: an operator reads the values, what it
-writes is rounded.
+"""A tensor of fp32 values that are stored in another form. Operators read fp32 values, and the
+values that they write are rounded.
 
-[Note: low-precision tensors] Checkpoints and hosts read and write main params and moments
-as 1-D fp32 tensors, cut them and view pieces of them. `LowPrecisionTensor` lets them: a view of it
-remembers what it is a view of, an operator gets fp32 values, and what an operator writes goes back
-into the form. Only low_precision_adam.py uses the form itself."""
+[Note: low-precision tensors] Checkpoints and hosts read and write main params and moments as 1-D
+fp32 tensors, cut them and view pieces of them. `LowPrecisionTensor` supports this: a view of it
+remembers its base, an operator gets fp32 values, and values that an operator writes are converted
+back. Only low_precision_adam.py uses the stored form itself."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from megatron_distopt.optimizer.low_precision.stored_values import (
     zeros_in_phase,
 )
 
-_CLONE = "Its values are stored in another form; call clone() for a plain copy of them."
-#: The moment whose root Adam divides by, as torch calls it.
+_CLONE = "Its values are stored in another form. Call clone() for a plain copy of them."
+#: torch's name for the second moment.
 SECOND_MOMENT = "exp_avg_sq"
-#: An operator on a view, with its arguments behind the tensor.
+#: An operator that makes a view, with its arguments after the tensor.
 _Viewing = tuple[Callable[..., Tensor], tuple[Any, ...], Mapping[str, Any]]
 
 
 class LowPrecisionTensor(Tensor):
-    """fp32 values in another form; see [Note: low-precision tensors]. What is computed from it is a
-    plain tensor."""
+    """fp32 values in another form; see [Note: low-precision tensors]. Results of operators are
+    plain tensors."""
 
     stored: StoredValues
-    _span: Span  # which of the values
-    _views: tuple[_Viewing, ...]  # what leads from those to this view, an operator after the other
-    # whether the values are the model param itself, which does not move with state
+    _span: Span  # the elements of `stored` that it shows
+    _views: tuple[_Viewing, ...]  # the operators that lead from those elements to this view
+    # whether the values are the model param itself, which is not moved with the state
     is_model_param = False
 
     @staticmethod
@@ -76,17 +76,17 @@ class LowPrecisionTensor(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The same values; one that others assign takes what is stored to its device, and its own
-        values with it."""
+        """The same values. Assigning a tensor copies its values and moves the stored values to its
+        device."""
         return self.detach()
 
     @data.setter
     def data(self, new: Tensor) -> None:
         if new.shape != self.shape or new.dtype != self.dtype:
             raise LayoutError(
-                f"data of a low-precision tensor of {list(self.shape)} was assigned {new.dtype} "
-                f"{list(new.shape)}, and must stay {self.dtype} of its shape. Assign a copy on "
-                "another device."
+                f"A {new.dtype} tensor of shape {list(new.shape)} was assigned to .data of a "
+                f"low-precision tensor, but it must be {self.dtype} of shape {list(self.shape)}. "
+                "Assign only copies of it on another device."
             )
         if not isinstance(new, LowPrecisionTensor):
             values, assigned = self.values(), new.to(self.stored.device)
@@ -95,7 +95,7 @@ class LowPrecisionTensor(Tensor):
         self.move_to(new.device)
 
     def move_to(self, device: torch.device) -> None:
-        """Moves what is stored, unless it is the model param; every tensor that shows the values
+        """Moves the stored values, unless they are the model param. Every tensor that shows them
         follows."""
         if not self.is_model_param:
             self.stored.move(lambda part: part.to(device))
@@ -107,7 +107,7 @@ class LowPrecisionTensor(Tensor):
         raise LayoutError(f"A low-precision tensor has no untyped_storage(). {_CLONE}")
 
     def values(self) -> Tensor:
-        """A plain copy, fp32 of the same shape."""
+        """A plain fp32 copy of the same shape."""
         return self._through(self.stored.read(self._span.as_slice())).clone()
 
     def _through(self, stretch: Tensor) -> Tensor:
@@ -129,7 +129,8 @@ class LowPrecisionTensor(Tensor):
         shape = view(torch.empty(self.shape, device="meta"), *args, **kwargs)
         if not isinstance(shape, Tensor):
             raise LayoutError(
-                f"A low-precision tensor cannot have several views at once, as of {view}. {_CLONE}"
+                f"{view} makes several views at once, which a low-precision tensor cannot have. "
+                f"{_CLONE}"
             )
         if not self._views and view is torch.ops.aten.slice.Tensor and _is_stretch(*args):
             start, stop, _ = slice(*args[1:]).indices(self._span.numel)
@@ -157,7 +158,7 @@ class LowPrecisionTensor(Tensor):
             LowPrecisionTensor, lambda tensor: values[id(tensor)], (args, kwargs)
         )
         result = func(*plain_args, **plain_kwargs)
-        shown = {}  # by what the operator has written, the tensor whose values it is
+        shown = {}  # by the id of values that the operator has written, the tensor that shows them
         for tensor in tree_iter(_written(func, args, kwargs)):
             if isinstance(tensor, LowPrecisionTensor):
                 tensor._write(values[id(tensor)])
@@ -170,7 +171,7 @@ def _is_stretch(dim: int = 0, start: Any = None, stop: Any = None, step: int = 1
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that an operator writes to."""
+    """The arguments to which an operator writes."""
     arguments = func._schema.arguments
     given = {**dict(zip((argument.name for argument in arguments), args, strict=False)), **kwargs}
     written = [
@@ -182,7 +183,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 
 
 def as_plain(tensor: Tensor) -> Tensor:
-    """The tensor itself, or a copy of the values of a low-precision one."""
+    """The tensor itself, or a plain copy of a low-precision tensor."""
     return tensor.values() if isinstance(tensor, LowPrecisionTensor) else tensor
 
 
@@ -192,7 +193,7 @@ def stored_of(tensor: Tensor) -> StoredValues:
 
 
 def part_of(tensor: Tensor, span: Span) -> Tensor:
-    """Some elements of what is stored for a flat param, to be stored by themselves from now on."""
+    """A part of a flat param's tensor that is from now on stored separately."""
     if isinstance(tensor, LowPrecisionTensor):
         return LowPrecisionTensor(tensor.stored.part(span.as_slice()))
     return tensor[span.as_slice()]
@@ -205,7 +206,7 @@ def memory_of(tensor: Tensor) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class Precision:
-    """The forms of a state, as the options of the same names have them."""
+    """The forms of the state, with the names of the options."""
 
     main_params_dtype: str = "float32"  # of the main params of 16-bit params
     exp_avg_dtype: str = "float32"
@@ -222,14 +223,14 @@ class Precision:
 
     @property
     def nbytes_of_moments(self) -> float:
-        """Bytes an element of both moments."""
+        """Bytes of both moments for an element."""
         forms = self.exp_avg_dtype, self.exp_avg_sq_dtype
         scales = forms.count(WITH_SCALES) / BLOCK_NUMEL
         return sum(MOMENT_NBYTES[form] for form in forms) + scales
 
     def main(self, model: Tensor) -> Tensor:
-        """A main param in another form than float32 that begins as its bf16 model param, 1-D, that
-        of the param buffer itself."""
+        """A main param in a form other than float32 with the values of its bf16 model param.
+        `model` is the view of the param buffer itself, 1-D."""
         plain = PlainValues(model)
         if self.main_params_dtype == "bfloat16":
             shown = LowPrecisionTensor(plain)
@@ -240,16 +241,16 @@ class Precision:
         return LowPrecisionTensor(RemainderValues(model, low, second))
 
     def form_of(self, moment: str) -> str:
-        """The form of the moment that torch calls so."""
+        """The form of a moment, by torch's name of it."""
         return str(getattr(self, f"{moment}_dtype"))
 
     def moment(self, main: Tensor, kind: str) -> Tensor:
-        """A moment of zeros for a main param, in memory of its own; a plain tensor where operators
-        may as well use it as it is."""
+        """A moment of zeros for a main param, in memory of its own. It is a plain tensor if its
+        form is fp32 or bf16."""
         is_second = kind == SECOND_MOMENT
         stored = stored_zeros(stored_of(main), self.form_of(kind), is_second=is_second)
         return stored.tensor if isinstance(stored, PlainValues) else LowPrecisionTensor(stored)
 
 
-#: Where no option says anything.
+#: The default: plain fp32.
 FULL = Precision()

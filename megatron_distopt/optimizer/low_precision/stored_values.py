@@ -1,14 +1,14 @@
-"""How the state of a flat param is stored: plainly, in block codes, or as what a bf16 param lacks
-of its main param.
+"""How the state of a flat param is stored: as plain numbers, in block codes, or as the difference
+of a main param to its bf16 param.
 
-[Note: remainder] An fp32 number is the bf16 number that it rounds to and a difference that 16 bits
-hold, counted in units of its last place: exact fp32 without a second copy of the upper half. One
-case does not fit: halfway between two bf16 numbers the difference is +2**15 or -2**15, by whichever
-of them is even, and both have the same 16 bits. The second moment is never negative, so its sign
-bit stores which of the two it is. (tests/hosts/test_state_precision.py)
+[Note: remainder] An fp32 number is the bf16 number to which it rounds plus a difference in units of
+its last place, which fits into 16 bits. So the main param is exact fp32 without a second copy of
+its upper half. One case does not fit: halfway between two bf16 numbers the difference is +2**15 or
+-2**15, depending on which of them is even, and both have the same 16 bits. The second moment is
+never negative, so its sign bit stores which of the two it is. (tests/hosts/test_state_precision.py)
 
 Source: `store_param_remainders` of apex's DistributedFusedAdam and of TransformerEngine's
-FusedAdam, which round such a half up instead, so that their params differ from rounded fp32 ones.
+FusedAdam. They round such a tie up instead, so their params differ from rounded fp32 ones.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ from megatron_distopt.optimizer.low_precision.block_codes import (
 )
 
 _LOWER, _HALF = 1 << 16, 1 << 15
-#: The integers that have the bits of a number of so many bytes, and its sign as theirs.
+#: By the bytes of a number, the integer type with the same bits and the same sign bit.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 class StoredValues(ABC):
     """fp32 values, 1-D, in the form in which they are stored."""
 
-    # the values are at least 0, and sign bits are not theirs; see [Note: remainder]
+    # whether the values are at least 0, so that sign bits store rounding ties; see [Note:
+    # remainder]
     is_unsigned = False
 
     @property
     @abstractmethod
     def parts(self) -> tuple[Tensor, ...]:
-        """What is in memory for these values alone; the first one has an element for each value."""
+        """The tensors that store only these values. The first one has an element for each value."""
 
     @property
     def numel(self) -> int:
@@ -55,25 +56,24 @@ class StoredValues(ABC):
 
     @property
     def is_rounded_at_random(self) -> bool:
-        """By an update, of a second moment or main param; see [Note: stochastic rounding] in
-        block_codes.py."""
+        """Whether an update rounds the values at random, if they are a second moment or main param;
+        see [Note: stochastic rounding] in block_codes.py."""
         return self.parts[0].dtype in (torch.bfloat16, torch.uint8)
 
     @abstractmethod
     def read(self, stretch: slice) -> Tensor:
-        """Some of the values, fp32 1-D: a view where they are stored so, and else a
-        copy."""
+        """Some of the values, fp32 1-D: a view if they are stored as fp32, else a copy."""
 
     @abstractmethod
     def update(self, stretch: slice, values: Tensor, noise: Tensor | None = None) -> None:
-        """Rounds fp32 values of whole blocks, which may be overwritten, to the form.
+        """Rounds fp32 values of whole blocks, which may be overwritten, and stores them.
 
         `noise` is int32 of the same shape, random and at least 0, to round at random; None to round
-        to nearest. Sign bits that hold ties are lost: the update of the main param writes them.
+        to nearest. Sign bits that store ties are lost: the update of the main param writes them.
         """
 
     def write(self, stretch: slice, values: Tensor) -> None:
-        """Rounds any fp32 values to nearest, as others do between steps."""
+        """Rounds any fp32 values to nearest and stores them, for writes between steps."""
         around = self.around(stretch)
         whole = self.read(around)
         whole.narrow(0, stretch.start - around.start, values.numel()).copy_(values)
@@ -84,18 +84,17 @@ class StoredValues(ABC):
             set_signs(stored, signs)
 
     def around(self, stretch: slice) -> slice:
-        """All values of the blocks with some values of a stretch, which may end behind the last
-        value."""
+        """The stretch extended to whole blocks. `stretch` may end after the last value."""
         return slice(stretch.start, min(stretch.stop, self.numel))
 
     @abstractmethod
     def part(self, stretch: slice) -> StoredValues:
-        """Some of the values, to be stored by themselves from now on; the whole is not to be used
+        """Some of the values, which are from now on stored separately. This object must not be used
         any more."""
 
     @abstractmethod
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
-        """Replaces every part of the memory by what a function makes of it; tensors that show the
+        """Replaces every tensor of `parts` with what `move` returns for it. Tensors that show the
         values follow."""
 
 
@@ -119,7 +118,7 @@ class PlainValues(StoredValues):
     def update(self, stretch: slice, values: Tensor, noise: Tensor | None = None) -> None:
         stored = self.tensor[stretch]
         if values.data_ptr() == stored.data_ptr():
-            return  # `read` gave a view
+            return  # `read` returned a view
         if noise is not None and stored.dtype == torch.bfloat16:
             lower = noise & (_LOWER - 1)
             values = round_to_bf16(values, lower)
@@ -139,8 +138,8 @@ class BlockValues(StoredValues):
 
     codes: Tensor  # uint8 1-D
     exponents: Tensor  # uint8 1-D, by block
-    phase: int = 0  # values of the first block that belong to others, and are not in `codes`
-    is_unsigned: bool = False  # codes are of roots, [Note: roots] in block_codes.py
+    phase: int = 0  # number of values in the first block before the first code
+    is_unsigned: bool = False  # whether codes are roots, see [Note: roots] in block_codes.py
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -180,28 +179,27 @@ class BlockValues(StoredValues):
         return slice(max(first, 0), min(end_of_block - self.phase, self.numel))
 
     def _head(self, stretch: slice) -> int:
-        """How many values of its first block lie before a stretch."""
+        """The number of values in a stretch's first block before the stretch."""
         return int(stretch.start + self.phase) % BLOCK_NUMEL
 
     def _blocks(self, stretch: slice) -> slice:
-        """The blocks with some values of a stretch."""
+        """The blocks that hold values of a stretch."""
         first = (stretch.start + self.phase) // BLOCK_NUMEL
         return slice(first, _num_blocks(stretch.stop + self.phase))
 
 
 @dataclass(eq=False)
 class RemainderValues(StoredValues):
-    """A bf16 param and what it lacks of its fp32 main param; see [Note: remainder].
+    """A bf16 param and the difference of its fp32 main param to it; see [Note: remainder].
 
-    Only a step may write the param. What others write to the main param, as by loading it, is held
-    in fp32 until the next step, so that it can be compared with the param until then, as every main
-    param is.
-    """
+    Only a step may write the param. Values that other code writes to the main param, as a load
+    does, are held in fp32 until the next step. Until then they can be compared with the param, like
+    every main param."""
 
     model: Tensor  # bf16 1-D, in the param buffer
     low: Tensor  # int16 1-D
-    second: PlainValues | BlockValues  # the second moment, whose sign bits are used
-    held: Tensor | None = None  # fp32 1-D, what others have written since the last step
+    second: PlainValues | BlockValues  # the second moment, whose sign bits store ties
+    held: Tensor | None = None  # fp32 1-D, values that were written since the last step
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -210,7 +208,7 @@ class RemainderValues(StoredValues):
     def read(self, stretch: slice) -> Tensor:
         if self.held is not None:
             return self.held[stretch]
-        # which may have moved away between two steps
+        # `low` may have been moved to another device between two steps
         model = self.model[stretch].to(self.low.device)
         ties = signs_of(self.second.parts[0][stretch])
         bits = _upper(model)
@@ -223,7 +221,7 @@ class RemainderValues(StoredValues):
         model.copy_(values)
         bits = values.view(torch.int32)
         differences = bits - _upper(model)
-        # NaN rounds to another NaN; there is nothing to add.
+        # NaN may round to another NaN, so the difference means nothing.
         differences.masked_fill_(values.isnan(), 0)
         self.low[stretch] = differences
         is_tie = differences == _HALF
@@ -235,7 +233,7 @@ class RemainderValues(StoredValues):
         self.held[stretch] = values
 
     def settle(self) -> None:
-        """Before a step: puts what is held into param and remainder."""
+        """Writes held values into param and remainder, before a step."""
         if self.held is not None:
             values = self.held
             self.held = None
@@ -255,13 +253,13 @@ class RemainderValues(StoredValues):
 
 
 def _upper(model: Tensor) -> Tensor:
-    """bf16 as the upper halves of int32."""
+    """The bits of bf16 numbers as the upper halves of int32."""
     bits = model.view(torch.int16).to(torch.int32)
     return bits.bitwise_left_shift_(16)
 
 
 def signs_of(stored: Tensor) -> Tensor:
-    """bool, in the shape of numbers or codes: their sign bits."""
+    """The sign bits of numbers or codes, as bool of the same shape."""
     return stored.view(_INTEGERS[stored.element_size()]) < 0
 
 
@@ -276,12 +274,13 @@ def set_signs(stored: Tensor, signs: Tensor) -> None:
 
 
 def _num_blocks(numel: int) -> int:
-    """Blocks that hold so many values, the last one perhaps in part."""
+    """The number of blocks for this many values; the last one may be partly used."""
     return -(-numel // BLOCK_NUMEL)
 
 
 def _in_blocks(values: Tensor, head: int) -> Tensor:
-    """Whole blocks, with `head` zeros before the values and others behind; [blocks, 128]."""
+    """Whole blocks, padded with `head` zeros before the values and with zeros after them; [blocks,
+    128]."""
     numel = _num_blocks(head + values.numel()) * BLOCK_NUMEL
     if values.numel() != numel:
         whole = values.new_zeros(numel)
@@ -291,12 +290,11 @@ def _in_blocks(values: Tensor, head: int) -> Tensor:
 
 
 def phase_of(stored: StoredValues) -> int:
-    """What is allocated for every value begins so many values behind an address that is aligned.
+    """How many values after an aligned address the tensors for these values begin.
 
-    See [Note: in phase] in main_params.py. Scales of blocks begin there as well, so that a vector
-    is in one block. It follows from the layout alone, not from addresses, because it decides which
-    values have one scale.
-    """
+    See [Note: in phase] in main_params.py. Blocks are aligned in the same way, so that a vector
+    lies in one block. The phase depends only on the layout and not on addresses, because it decides
+    which values share a scale."""
     in_blocks, of_each_value = stored, stored.parts[0]
     if isinstance(stored, RemainderValues):
         in_blocks, of_each_value = stored.second, stored.model
@@ -306,7 +304,7 @@ def phase_of(stored: StoredValues) -> int:
 
 
 def zeros_in_phase(numel: int, phase: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """1-D, see `phase_of`."""
+    """1-D zeros that begin at a phase, see `phase_of`."""
     return torch.zeros(phase + numel, dtype=dtype, device=device)[phase:]
 
 

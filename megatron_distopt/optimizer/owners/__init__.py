@@ -1,2 +1,2 @@
-"""Optimizers that need a matrix or a param whole: Muon, and classes of any kind. One rank owns each
-and updates it."""
+"""Optimizers that need a whole matrix or a whole param: Muon, and classes of any kind. One rank
+owns and updates each."""

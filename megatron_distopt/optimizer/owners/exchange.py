@@ -1,13 +1,12 @@
-"""Whole params on their owners: what other ranks have of them comes there, is updated, and goes
-back.
+"""Sends pieces of whole params to their owners, which update them and send the pieces back.
 
 See [Note: matrix owners] in layout/owners.py.
 
-[Note: rounds of travel] In round k every rank receives what it lacks of the k-th travelling block
-that it owns, updates it, and sends the result back. The pieces of the next round are under way
-meanwhile, and those of the first while blocks are updated that lie whole in a shard. The one before
-it is still being sent back, so that three blocks at a time are in memory. Pieces are sent from and
-received into the memory where they are used.
+[Note: rounds of travel] In round k every rank receives the missing pieces of the k-th block that it
+owns, updates the block, and sends the pieces back. Meanwhile the pieces of the next round are being
+received and those of the previous one are still being sent back, so that three blocks are in memory
+at a time. While the pieces of the first round are being received, blocks that lie whole in a shard
+are updated. Pieces are sent from and received into the memory where they are used.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from megatron_distopt.errors import InvariantError
 from megatron_distopt.layout import MatrixOwner, MatrixSpec, OwnerPlan, Span, Travel, plan_owners
 from megatron_distopt.optimizer.main_params import FlatParam
 
-#: Updates a block; called with its owner and one 1-D tensor for each of the values that travel.
-#: What it leaves in the first one goes back.
+#: Updates a block. It is called with the owner and one 1-D tensor for each of the values that are
+#: sent; the first tensor is sent back.
 Update = Callable[[MatrixOwner, Sequence[Tensor]], None]
 
 
 @dataclass(frozen=True, eq=False)
 class OwnedBuffer:
-    """The params of one buffer that are updated whole."""
+    """The params of one buffer that are updated as a whole."""
 
     plan: OwnerPlan
-    group: Group  # that shards the buffer
+    group: Group  # the ranks over which the buffer is sharded
     device: torch.device
-    flat_params: Sequence[FlatParam]  # of those params, on this rank
+    flat_params: Sequence[FlatParam]  # this rank's flat params of those params
 
 
 def choose_owners(
@@ -50,8 +49,8 @@ def choose_owners(
     group_of: Callable[[str], Group],
     flat_params: Sequence[FlatParam],
 ) -> list[OwnedBuffer]:
-    """The buffers with params in `specs`; adds to `owners` the plans of new ones, at the end of
-    `buffers`. `group_of` finds the group that shards a param by its name."""
+    """The buffers with params in `specs`. New buffers are at the end of `buffers`, and their plans
+    are added to `owners`. `group_of` takes a param's name and returns the group that shards it."""
     for buffer in buffers[len(owners) :]:
         held = [slot.name for slot in buffer.layout.slots if buffer.holds(slot.name)]
         matrices = {name: specs[name] for name in held if name in specs}
@@ -67,8 +66,8 @@ def choose_owners(
 
 
 class ShardValues:
-    """One number for each element that this rank has of some params, as a 1-D tensor of each flat
-    param. `dtype_of` knows params of which this rank has no element, too."""
+    """One number for each element of this rank's flat params, as a 1-D tensor for each flat param.
+    `dtype_of` also knows params of which this rank has no element."""
 
     def __init__(
         self,
@@ -82,29 +81,30 @@ class ShardValues:
         self.dtype_of = dtype_of
 
     def of(self, in_buffer: Span) -> Tensor:
-        """A view of some elements that lie in one flat param."""
+        """A view of some elements of one flat param."""
         number = bisect_right(self._starts, in_buffer.start) - 1
         span, tensor = self._pieces[number] if number >= 0 else (Span(0, 0), torch.empty(0))
         if in_buffer.intersect(span) != in_buffer:
             raise InvariantError(
-                f"{in_buffer} of a whole param lies in no flat param that is updated. Report this."
+                f"The elements {in_buffer} of a whole param are in no flat param that is updated. "
+                "Report this as a bug."
             )
         return tensor[in_buffer.relative_to(span.start).as_slice()]
 
 
 @dataclass(frozen=True, eq=False)
 class _Moving:
-    """A block of which pieces are under way, to it or from it."""
+    """A block whose pieces are being received or sent back."""
 
-    block: Tensor  # 1-D; empty where this rank owns no block of the round
+    block: Tensor  # 1-D; empty if this rank owns no block of the round
     under_way: Pending
 
 
 class Exchange:
     """An update of all blocks of a buffer, each on its owner.
 
-    All values of this rank travel to the owner, and the first one travels back. `left_out` names
-    params that are not updated in this step, the same on all ranks.
+    All `values` are sent to the owners, and the first of them is sent back. `left_out` names params
+    that are not updated in this step, the same on all ranks.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Exchange:
         self._arriving = _by_round(plan.arriving(rank), left_out)
 
     def run(self) -> None:
-        """Collective; without autograd."""
+        """Collective: sends, updates and sends back. Call it without autograd."""
         coming = self._begin(0)
         for owner in self._staying:
             self._update(owner, [values.of(owner.in_buffer) for values in self._values])
@@ -141,7 +141,8 @@ class Exchange:
             moving.under_way.wait()
 
     def _begin(self, number: int) -> list[_Moving]:
-        """Sends this rank's pieces of the round, and receives those of the block that it owns."""
+        """Begins to send this rank's pieces of a round, and to receive those of the block that it
+        owns."""
         owner = self._owned.get(number)
         coming = []
         for index, values in enumerate(self._values):
@@ -170,7 +171,7 @@ class Exchange:
         return _Moving(block, begin_travel(outgoing, incoming, tag, self._buffer.group))
 
     def _copy_own(self, number: int, block: Tensor, values: ShardValues, *, is_back: bool) -> None:
-        """What this rank has itself of the block that it owns is one stretch, or nothing."""
+        """Copies this rank's own piece of the block that it owns, which is one stretch or none."""
         owner, layout = self._owned.get(number), self._buffer.plan.layout
         if owner is None:
             return

@@ -1,9 +1,9 @@
-"""An optimizer object that a user gave: a new one over main params takes its place.
+"""Replaces an optimizer object that a user gave with a new one over main params.
 
-The new one is built from its defaults and gets its attributes, as far as they are numbers, texts,
-functions or lists of them. What else the class keeps in attributes, such as lists of its params, it
-has made anew in the constructor. If that is of other kinds than in the object, the constructor had
-an argument that the defaults do not name, and the object is refused.
+The new one is built from the object's defaults. Its attributes are copied if they are numbers,
+texts, functions or lists of them. The constructor has made all other attributes again, such as
+lists of its params. If their types differ from those in the object, the constructor had an argument
+that is not among the defaults, and the object is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_distopt.errors import ConfigError
 from megatron_distopt.optimizer.inner import Build, Groups
 from megatron_distopt.optimizer.inner_options import option_values
 
-#: What torch keeps in an optimizer itself, and methods that a scheduler or we have replaced.
+#: Attributes that torch itself sets, and methods that a scheduler or we have replaced.
 _NOT_OF_CLASS = (
     "state",
     "param_groups",
@@ -33,7 +33,7 @@ _NOT_OF_CLASS = (
     "load_state_dict",
     "state_dict",
 )
-#: Of values that are copied.
+#: Types of attributes that are copied.
 _COPIED = {
     type(None),
     bool,
@@ -51,23 +51,22 @@ _COPIED = {
 
 
 def check_new(instance: Optimizer) -> None:
-    """Checks that an optimizer has no state, which would be lost."""
-    # A class that fills its state in the constructor has counts there that are zero, if only one
-    # for a group.
+    """Refuses an optimizer with state, because it would be lost."""
+    # A class that fills its state in the constructor has counts of zero there.
     states = [state for state in instance.state.values() if state and isinstance(state, Mapping)]
     steps = [state["step"] for state in states if "step" in state]
     if states and (not steps or any(float(step) != 0 for step in steps)):
         kind = type(instance)
         raise ConfigError(
-            "The optimizer has state already, which would be lost: it was stepped or loaded "
-            "before. Build the distributed optimizer before the first step or load_state_dict. If "
-            f"the constructor of {kind.__name__} makes that state, name the class: "
+            "The optimizer was stepped or loaded before, and its state would be lost. Build the "
+            "distributed optimizer before the first step or load_state_dict. If the constructor "
+            f"of {kind.__name__} makes that state, name the class with "
             f"DistOptConfig(optimizer='{kind.__module__}:{kind.__name__}')."
         )
 
 
 def accepted(chosen: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those options that the constructor takes; all of them where it takes any keyword."""
+    """The options that the constructor takes; all of them if it takes any keyword."""
     parameters = inspect.signature(chosen).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
     takes_any = inspect.Parameter.VAR_KEYWORD in kinds
@@ -75,11 +74,11 @@ def accepted(chosen: type[Optimizer], options: Mapping[str, Any]) -> dict[str, A
 
 
 def build_alike(instance: Optimizer) -> Build:
-    """Builds what is like an object, which stays as it is and is not referred to, from its
-    defaults.
+    """Returns a builder of optimizers like `instance`, from its defaults. It does not change the
+    object or refer to it.
 
     Raises:
-        ConfigError: it was built with arguments that its defaults do not name.
+        ConfigError: if the object was built with arguments that are not among its defaults.
     """
     kind, own = type(instance), _attributes_of(instance)
     rebuild = partial(kind, **accepted(kind, instance.defaults))
@@ -91,15 +90,15 @@ def build_alike(instance: Optimizer) -> Build:
             kinds = _leaf_types(own[name]) ^ _leaf_types(again.get(name))
             if kinds - _COPIED - {Tensor} or type(own[name]) is not type(again.get(name)):
                 raise ConfigError(
-                    f"Attribute {name!r} of {kind.__name__} is another one after it was built from "
-                    f"its defaults: {_names(own[name])} became {_names(again.get(name))}. Leave "
-                    "that argument of its constructor out."
+                    f"The distributed optimizer builds {kind.__name__} again from its defaults, "
+                    f"but then its attribute {name!r} holds {_names(again.get(name))} instead of "
+                    f"{_names(own[name])}. Leave that argument of its constructor out."
                 )
     return partial(_build, rebuild, copied, instance.defaults)
 
 
 def _rebuilt(instance: Optimizer, rebuild: Build) -> Optimizer:
-    """A new one over small params."""
+    """A new optimizer over small params."""
     groups = list[dict[str, Any]]()
     for group in instance.param_groups:
         shapes = {(2,) * param.dim() for param in group["params"]}
@@ -110,7 +109,7 @@ def _rebuilt(instance: Optimizer, rebuild: Build) -> Optimizer:
     except Exception as error:
         name = type(instance).__name__
         raise ConfigError(
-            f"{name} cannot be built again from its defaults, as it has to be over sharded params "
+            f"{name} must be built again over sharded params, but that fails with its defaults "
             f"({type(error).__name__}: {error}). Use another class, such as torch.optim.AdamW."
         ) from error
 
@@ -125,7 +124,7 @@ def _build(
 
 
 def _attributes_of(instance: Optimizer) -> dict[str, Any]:
-    """What the class has put into an optimizer."""
+    """The attributes of an optimizer that its class has set."""
     return {
         name: value
         for name, value in vars(instance).items()
@@ -134,7 +133,7 @@ def _attributes_of(instance: Optimizer) -> dict[str, Any]:
 
 
 def _leaf_types(value: Any) -> set[type]:
-    """The types of all values in lists and dicts; of a tensor of any class, `Tensor`."""
+    """The types of all values in lists and dicts; `Tensor` for a tensor of any class."""
     if isinstance(value, Mapping):
         return {kind for pair in value.items() for part in pair for kind in _leaf_types(part)}
     if isinstance(value, (list, tuple, set, frozenset)):

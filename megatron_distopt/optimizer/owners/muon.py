@@ -7,11 +7,11 @@ With gradient G, momentum M, learning rate lr, decay wd and the Newton-Schulz it
     D = G + momentum (M - G)          with Nesterov, else D = M
     W = W (1 - lr wd) - lr ratio NS(D)
 
-[Note: three parts of Muon] Only NS needs whole matrices. What comes before and after it is
-element-wise, so that a rank does it for its shards, in whatever order their elements lie. Between
-the parts an update is in the dtype in which NS takes it, so that a piece of it travels to another
-rank and back without being rounded once more: with torch's formula in bfloat16, 2 bytes an element.
-A step on shards is one on whole matrices, to the bit: test_flat_muon.py holds it.
+[Note: three parts of Muon] Only NS needs whole matrices. The parts before and after it are
+element-wise, so each rank computes them for its shards, in any order of elements. Between the parts
+an update has the dtype that NS takes, so that sending a piece of it to another rank and back does
+not round it again. With torch's formula that is bfloat16, 2 bytes for an element. A step on shards
+is bit-identical to one on whole matrices; test_flat_muon.py checks it.
 
 Formulas and their sources are in muon_options.py.
 """
@@ -31,10 +31,11 @@ from megatron_distopt.optimizer.owners.muon_options import MuonOptions, TorchMuo
 
 
 def direction_of(grad: Tensor, momentum_buffer: Tensor, options: MuonOptions) -> Tensor:
-    """The first part, element by element: moves the momentum in place, and returns what is
-    orthogonalized.
+    """The first part, element by element: updates the momentum in place, and returns the direction
+    to orthogonalize.
 
-    That has memory of its own, in the dtype in which it travels. The gradient stays as it is.
+    The direction has memory of its own and the dtype in which it is sent. The gradient is not
+    changed.
     """
     momentum_buffer.lerp_(grad, 1 - options.momentum)
     mixed = grad.lerp(momentum_buffer, options.momentum) if options.nesterov else momentum_buffer
@@ -42,11 +43,11 @@ def direction_of(grad: Tensor, momentum_buffer: Tensor, options: MuonOptions) ->
 
 
 def orthogonalize(matrix: Tensor, options: MuonOptions) -> Tensor:
-    """The second part: roughly U V' of the singular value decomposition U S V', by a Newton-Schulz
-    iteration.
+    """The second part: approximately U V' of the singular value decomposition U S V', by a
+    Newton-Schulz iteration.
 
-    The matrix is contiguous, in the dtype in which it travels, and may be changed. The result is
-    not contiguous where it has more rows than columns.
+    The matrix must be contiguous and have the dtype in which it is sent; it may be overwritten. The
+    result is not contiguous if it has more rows than columns.
     """
     is_tall = matrix.shape[0] > matrix.shape[1]
     wide = matrix.T if is_tall else matrix  # the products are of the shorter side
@@ -58,8 +59,8 @@ def orthogonalize(matrix: Tensor, options: MuonOptions) -> Tensor:
 def newton_schulz(
     matrix: Tensor, options: MuonOptions, gram_of: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """The iteration alone, of a 2-D matrix with a norm of at most 1; `gram_of` multiplies one with
-    its transpose."""
+    """The iteration for a 2-D matrix with a norm of at most 1. `gram_of` multiplies a matrix by its
+    transpose."""
     with options.matmuls():
         for a, b, c in options.coefficients:
             gram = gram_of(matrix)
@@ -78,8 +79,8 @@ def orthogonalize_block(
     """Orthogonalizes each matrix of a block of a param, 1-D [block.in_param.numel] and contiguous,
     in place.
 
-    `orthogonalize_one` is `orthogonalize` with options, or the same for a matrix that other ranks
-    have parts of.
+    `orthogonalize_one` is `orthogonalize` with options, or the same for a matrix of which other
+    ranks have parts.
     """
     if len(block.shapes) == 1:
         matrices: Sequence[Tensor] = [update.view(block.shapes[0])]
@@ -88,7 +89,7 @@ def orthogonalize_block(
     else:
         matrices = torch.split(update.view(spec.rows, spec.repeats, -1), list(spec.sizes), dim=2)
     for matrix, shape in zip(matrices, block.shapes, strict=True):
-        # As contiguous as a param of its own: a product of other strides may add up in another
+        # Contiguous, like a param of its own: with other strides a product may be summed in another
         # order.
         matrix.copy_(orthogonalize_one(matrix.reshape(shape).contiguous()).reshape(matrix.shape))
 
@@ -96,10 +97,9 @@ def orthogonalize_block(
 def apply_update(
     main: Tensor, update: Tensor, spec: MatrixSpec, in_param: Span, options: MuonOptions
 ) -> None:
-    """The third part, element by element: decays a stretch of a param in place, and adds its
-    update.
+    """The third part, element by element: decays a stretch of a param in place and adds its update.
 
-    Both are 1-D [in_param.numel]; the update may be changed.
+    Both are 1-D [in_param.numel]; the update may be overwritten.
     """
     options.decay(main)
     shapes = [spec.whole(shape) for shape in spec.shapes]
@@ -116,23 +116,22 @@ def apply_update(
 
 
 class Muon(Optimizer):
-    """Muon for whole params: `torch.optim.Muon` to the bit, and it knows params that consist of
+    """Muon for whole params: bit-identical to `torch.optim.Muon`, and it supports params that hold
     several matrices.
 
-    One thing differs: without Nesterov and with bfloat16 gradients torch 2.13 orthogonalizes the
-    momentum in its own memory, so that the next step continues from the orthogonalized one. Here
-    the momentum stays.
+    There is one difference. Without Nesterov and with bfloat16 gradients, torch 2.13 orthogonalizes
+    the momentum in place, so that its next step continues from the orthogonalized momentum. Here
+    the momentum is not changed.
 
     Args:
-        params: as for any optimizer of torch; each contiguous and of two dimensions, or more where
-            it holds a stack of matrices.
-        matrices: of those params that are not one matrix for each pair of indices before their last
-            two dimensions.
-        options: of all groups that do not say otherwise.
+        params: as for any optimizer of torch. Each must be contiguous and have two dimensions, or
+            more for a stack of matrices.
+        matrices: the matrices of params that are not simply a matrix or a stack of matrices.
+        options: options of `torch.optim.Muon` for all groups that do not set them.
 
     Raises:
-        ConfigError: an option has a value that cannot work.
-        LayoutError: a param has not the elements of its matrices, or fewer than two dimensions.
+        ConfigError: if an option has a value that cannot work.
+        LayoutError: if a param has fewer than two dimensions or does not fit its matrices.
 
     >>> weight = torch.nn.Parameter(torch.eye(2, 3))
     >>> weight.grad = torch.ones(2, 3)
@@ -170,7 +169,7 @@ class Muon(Optimizer):
         """Updates every param that has a gradient.
 
         Args:
-            closure: computes the loss and the gradients; its value is returned.
+            closure: computes the loss and the gradients, and returns the loss.
         """
         with torch.enable_grad():
             loss = closure() if closure is not None else None
@@ -185,7 +184,8 @@ class Muon(Optimizer):
         grad, spec, state = param.grad, self._matrices[param], self.state[param]
         if grad is None or grad.is_sparse or torch.is_complex(grad):
             raise LayoutError(
-                "A gradient for Muon is not dense and real. Use AdamW for this param."
+                "Muon needs dense and real gradients, but that of one of its params is not. Use "
+                "AdamW for this param."
             )
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(grad)
@@ -199,14 +199,14 @@ class Muon(Optimizer):
 def _spec_of(param: Tensor, known: MatrixSpec | None) -> MatrixSpec:
     if param.dim() < 2 or not param.is_contiguous():
         raise LayoutError(
-            f"A param of Muon has shape {tuple(param.shape)} and strides {param.stride()}. It must "
-            "be contiguous with at least two dimensions. Use AdamW for it, or call contiguous() on "
-            "its data."
+            f"A param of Muon has shape {tuple(param.shape)} and strides {param.stride()}, but it "
+            "must be contiguous and have at least two dimensions. Use AdamW for it, or call "
+            "contiguous() on its data."
         )
     known = known or MatrixSpec.of(ParamSpec("param", param.numel(), tuple(param.shape)))
     if known.numel != param.numel():
         raise LayoutError(
-            f"A param of Muon has {param.numel()} elements and its matrices have {known.numel}. "
-            "Give its own rows and columns."
+            f"A param of Muon has {param.numel()} elements, but its matrices have {known.numel}. "
+            "Give the param's own rows and columns."
         )
     return known

@@ -1,10 +1,8 @@
-"""The options of Muon in a param group, and the two formulas that they stand for: torch's and
-megatron-core's.
+"""The options of Muon in a param group, for two formulas: torch's and megatron-core's.
 
-The formulas differ in what is rounded when: torch rounds a direction to bfloat16 and divides it by
-its norm then; megatron-core divides in fp32 first. So a direction travels between ranks in the
-dtype that its formula divides it in. Each step of megatron-core's iteration has coefficients of its
-own.
+The formulas differ in when they round. torch rounds a direction to bfloat16 and then divides it by
+its norm; megatron-core first divides in fp32. So a direction is sent between ranks in the dtype in
+which its formula divides it. Each step of megatron-core's iteration has its own coefficients.
 
 Source: `torch.optim.Muon` of torch 2.13; `TensorParallelMuon` of megatron-core 0.19 with
 `OrthogonalizedOptimizer` and `newton_schulz` of the package emerging_optimizers (August 2026).
@@ -33,26 +31,26 @@ _LR_RATIOS: Mapping[str, Callable[[int, int], float]] = {
     "original": lambda rows, cols: math.sqrt(max(1, rows / cols)),
     "match_rms_adamw": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
 }
-#: Only groups of Muon have the first, and of those only groups with megatron-core's formula the
+#: Every param group of Muon has the first key, and only those with megatron-core's formula have the
 #: second.
 _MARK, _MEGATRONS_MARK = "ns_steps", "coefficient_type"
 
 
 @dataclass(frozen=True)
 class _SharedOptions:
-    """Those of both formulas."""
+    """The options of both formulas."""
 
-    lr: float | Tensor = 1e-3  # a tensor of one element is used as it is
+    lr: float | Tensor = 1e-3  # a tensor with one element stays a tensor
     weight_decay: float = 0.1  # decoupled
     momentum: float = 0.95
     nesterov: bool = True
-    ns_steps: int = 5  # of the iteration
+    ns_steps: int = 5  # steps of the iteration
 
     def __post_init__(self) -> None:
         if isinstance(self.lr, Tensor) and self.lr.numel() != 1:
             raise _refused("lr", f"a tensor of {self.lr.numel()} elements", "have one element")
         for name in ("lr", "weight_decay", "momentum"):
-            if not getattr(self, name) >= 0:  # nan is not, either
+            if not getattr(self, name) >= 0:  # true for nan, too
                 raise _refused(name, getattr(self, name), "be at least 0")
         if not 0 <= self.ns_steps <= _MOST_STEPS:
             raise _refused("ns_steps", self.ns_steps, f"be from 0 to {_MOST_STEPS}")
@@ -73,10 +71,10 @@ def _refused(name: str, got: object, rule: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class TorchMuonOptions(_SharedOptions):
-    """Names and defaults of `torch.optim.Muon`.
+    """torch's formula, with the names and defaults of `torch.optim.Muon`.
 
     Raises:
-        ConfigError: an option has a value that cannot work.
+        ConfigError: if an option has a value that cannot work.
 
     >>> TorchMuonOptions().factor((8, 2))
     2.0
@@ -85,14 +83,14 @@ class TorchMuonOptions(_SharedOptions):
     """
 
     ns_coefficients: Coefficients = _COEFFICIENTS  # a, b and c of the iteration
-    eps: float = 1e-7  # the least norm that a matrix is divided by
-    #: How the learning rate depends on the shape; "original", also where None: sqrt(max(1, rows /
-    #: columns)), or "match_rms_adamw": 0.2 sqrt(max(rows, columns)), with which an update is as
-    #: large as one of AdamW (Liu et al., "Muon is Scalable for LLM Training", 2025, section 2.2).
+    eps: float = 1e-7  # the smallest norm by which a matrix is divided
+    #: The factor of the learning rate. "original" or None: sqrt(max(1, rows / columns)).
+    #: "match_rms_adamw": 0.2 sqrt(max(rows, columns)), which makes an update as large as one of
+    #: AdamW (Liu et al., "Muon is Scalable for LLM Training", 2025, section 2.2).
     adjust_lr_fn: str | None = None
 
-    source: ClassVar[str] = "torch_muon"  # for people
-    #: In which a direction is divided by its norm, and travels between ranks.
+    source: ClassVar[str] = "torch_muon"  # its name in messages
+    #: The dtype in which a direction is divided by its norm and sent between ranks.
     travel_dtype: ClassVar[torch.dtype] = torch.bfloat16
 
     def __post_init__(self) -> None:
@@ -108,26 +106,26 @@ class TorchMuonOptions(_SharedOptions):
 
     @property
     def coefficients(self) -> Sequence[Coefficients]:
-        """Those of every step of the iteration."""
+        """The coefficients of every step of the iteration."""
         return (self.ns_coefficients,) * self.ns_steps
 
     def norm_of(self, matrix: Tensor) -> Tensor:
-        """The Frobenius norm, as a tensor of one element, in bfloat16."""
+        """The Frobenius norm in bfloat16, as a tensor with one element."""
         norm: Tensor = matrix.norm()
         return norm
 
     def normalized(self, matrix: Tensor, norm: Tensor) -> Tensor:
-        """What the iteration begins with; in place. `norm` is that of the matrix, or of the one it
-        is a part of."""
+        """Divides a matrix in place, for the iteration. `norm` is the norm of the whole matrix, of
+        which this may be a part."""
         return matrix.div_(norm.to(matrix.dtype).clamp(min=self.eps))
 
     def matmuls(self) -> AbstractContextManager[None]:
-        """In which the products of the iteration are computed."""
+        """The context in which the products of the iteration are computed."""
         return nullcontext()
 
     def factor(self, shape: tuple[int, int]) -> float:
-        """What an update is multiplied by beside the learning rate, for a matrix of so many rows
-        and columns."""
+        """The factor of an update besides the learning rate, for a matrix with these rows and
+        columns."""
         return _LR_RATIOS[self.adjust_lr_fn or "original"](*shape)
 
     def decay(self, main: Tensor) -> None:
@@ -138,7 +136,8 @@ class TorchMuonOptions(_SharedOptions):
         target.add_(update, alpha=-(self._lr * self.factor(shape)))
 
 
-#: Those of megatron-core, by step. Figures: Jordan et al. ("simple"); modded-nanogpt ("quintic");
+#: The coefficients of megatron-core, by step. From Jordan et al. ("simple"); modded-nanogpt
+#: ("quintic");
 #: Amsel et al., arXiv:2505.16932 ("polar_express"); flash-newton-schulz ("aol"); DeepSeek-V4
 #: ("deepseekv4").
 _SETS: Mapping[str, Sequence[Coefficients]] = {
@@ -168,17 +167,17 @@ _SETS: Mapping[str, Sequence[Coefficients]] = {
     ),
     "deepseekv4": (*(_COEFFICIENTS,) * 8, (2.0, -1.5, 0.5), (2.0, -1.5, 0.5)),
 }
-#: After their last set these go on with it; the others begin again.
+#: These repeat the last coefficients in further steps; the others begin again with the first.
 _REPEAT_LAST = ("polar_express", "deepseekv4")
 _SCALES: Mapping[str, Callable[[int, int], float]] = {
     "spectral": lambda rows, cols: math.sqrt(max(rows, cols)),
     "shape_scaling": lambda rows, cols: math.sqrt(max(1, rows / cols)),
     "unit_rms_norm": lambda rows, cols: math.sqrt(rows / cols),
 }
-#: The first one computes the products in bfloat16, the others in fp32 as
-#: torch.set_float32_matmul_precision has it.
+#: With the first one the products are computed in bfloat16. With the others they are fp32, as for
+#: torch.set_float32_matmul_precision.
 _PRECISIONS = ("medium", "high", "highest")
-#: That a matrix is divided by.
+#: The smallest norm by which a matrix is divided.
 _LEAST_NORM = 1e-15
 
 
@@ -187,16 +186,16 @@ class MegatronMuonOptions(_SharedOptions):
     """megatron-core's formula.
 
     Raises:
-        ConfigError: an option has a value that cannot work.
+        ConfigError: if an option has a value that cannot work.
 
     >>> MegatronMuonOptions(scale_mode="unit_rms_norm", extra_scale_factor=0.5).factor((9, 1))
     1.5
     """
 
-    coefficient_type: str = "quintic"  # names the coefficients of each step of the iteration
+    coefficient_type: str = "quintic"  # the coefficients of the iteration, see `_SETS`
     scale_mode: str = "spectral"  # how an update depends on the shape, see `_SCALES`
-    extra_scale_factor: float = 1.0  # an update is multiplied by it as well
-    matmul_precision: str = _PRECISIONS[0]  # of the products
+    extra_scale_factor: float = 1.0  # a further factor of an update
+    matmul_precision: str = _PRECISIONS[0]  # the precision of the products
 
     source: ClassVar[str] = "megatron_muon"
     travel_dtype: ClassVar[torch.dtype] = torch.float32
@@ -215,7 +214,7 @@ class MegatronMuonOptions(_SharedOptions):
 
     @property
     def coefficients(self) -> Sequence[Coefficients]:
-        """Other ones in every step.
+        """The coefficients of every step, which differ from step to step.
 
         >>> MegatronMuonOptions(coefficient_type="aol", ns_steps=5).coefficients[4]
         (4.0098, -7.0585, 2.4635)
@@ -226,18 +225,18 @@ class MegatronMuonOptions(_SharedOptions):
         return tuple(islice(every, self.ns_steps))
 
     def norm_of(self, matrix: Tensor) -> Tensor:
-        """In fp32."""
+        """The Frobenius norm in fp32."""
         norm: Tensor = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
         return norm
 
     def normalized(self, matrix: Tensor, norm: Tensor) -> Tensor:
-        """Divided in fp32; in bfloat16 where the products are."""
+        """The matrix divided in fp32, and rounded to bfloat16 if the products are bfloat16."""
         divided = matrix / norm.clamp(min=_LEAST_NORM)
         return divided.to(torch.bfloat16) if self.matmul_precision == _PRECISIONS[0] else divided
 
     @contextmanager
     def matmuls(self) -> Iterator[None]:
-        """Of fp32 matrices as the option says, whatever the user has set."""
+        """Computes products of fp32 matrices with `matmul_precision`, whatever the user has set."""
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(self.matmul_precision)
         try:
@@ -253,7 +252,7 @@ class MegatronMuonOptions(_SharedOptions):
             main.add_(main, alpha=-self.weight_decay * self._lr)
 
     def add(self, update: Tensor, target: Tensor, shape: tuple[int, int]) -> None:
-        """Rounds after each factor, and changes the update."""
+        """Adds the update of a matrix, rounding after each factor. Overwrites the update."""
         update.mul_(_SCALES[self.scale_mode](*shape)).mul_(self.extra_scale_factor)
         target.add_(update, alpha=-self._lr)
 
@@ -262,15 +261,15 @@ MuonOptions = TorchMuonOptions | MegatronMuonOptions
 
 
 def formula_of(group: Mapping[str, Any]) -> type[TorchMuonOptions] | type[MegatronMuonOptions]:
-    """The class of the options of a param group of Muon's."""
+    """The class of the options in a param group of Muon."""
     return MegatronMuonOptions if _MEGATRONS_MARK in group else TorchMuonOptions
 
 
 def options_of(group: Mapping[str, Any]) -> MuonOptions:
-    """Those of a param group of Muon's, whatever else is in it.
+    """The options of Muon in a param group, which may have other keys as well.
 
     Raises:
-        ConfigError: an option has a value that cannot work.
+        ConfigError: if an option has a value that cannot work.
     """
     formula = formula_of(group)
     return formula(**{each.name: group[each.name] for each in fields(formula)})

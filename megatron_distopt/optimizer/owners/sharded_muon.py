@@ -1,18 +1,19 @@
-"""Muon as the inner optimizer: for matrices that ranks have pieces of, with an Adam for all other
-params, or alone.
+"""Muon as the inner optimizer for matrices of which ranks have pieces, alone or with an Adam for
+all other params.
 
-Both are one inner optimizer, so that a step has one gradient norm and one decision, and a
-checkpoint holds all state. Which of the two updates a param group is seen from its options. A rank
-does the two element-wise parts of Muon on its shards, and between them orthogonalizes the matrices
-that it owns: see [Note: three parts of Muon] in muon.py and [Note: rounds of travel] in
+Muon and Adam are one inner optimizer, so that a step has one gradient norm and one decision, and a
+checkpoint holds all state. The options of a param group say which of the two updates it. A rank
+computes the two element-wise parts of Muon on its shards, and between them orthogonalizes the
+matrices that it owns: see [Note: three parts of Muon] in muon.py and [Note: rounds of travel] in
 exchange.py.
 
-[Note: matrices over tensor-parallel ranks] Of such a matrix every rank of a group has a part, and
-owns it in its own data-parallel group. Either every rank gathers the whole matrix, orthogonalizes
-it and keeps its part: the result is that of one rank with the whole matrix, to the bit. Or every
-rank multiplies its part, and the products of the cut dimension are added up over the ranks, in
-fp32: no rank does work twice, and sums have another order. megatron-core calls the two "duplicated"
-and "distributed"; its "blockwise" takes the part of a rank for a matrix of its own."""
+[Note: matrices over tensor-parallel ranks] If a matrix is cut over tensor-parallel ranks, each has
+a part, and the part has an owner in that rank's data-parallel group. megatron-core has three ways
+to orthogonalize it. With "duplicated" every rank gathers the whole matrix, orthogonalizes it and
+keeps its part. The result is bit-identical to that of one rank with the whole matrix. With
+"distributed" every rank multiplies its part, and the products along the cut dimension are summed
+over the ranks in fp32. No rank repeats work, but the order of sums differs. "blockwise" treats the
+part of a rank as a matrix of its own."""
 
 from __future__ import annotations
 
@@ -63,20 +64,20 @@ class Matrices:
     """The matrices of a model, and the ranks that have pieces of them."""
 
     specs: Mapping[str, MatrixSpec]  # of all params that Muon may update, by name
-    # from that name to the data-parallel ranks over which the param is sharded
+    # takes that name and returns the data-parallel ranks over which the param is sharded
     group_of: Callable[[str], Group]
-    # to the tensor-parallel ranks that share it
+    # takes that name and returns the tensor-parallel ranks over which the param is cut
     cut_over: Callable[[str], Group | None] = lambda name: None
 
 
 def is_muon(optimizer: object) -> bool:
-    """Whether it is `torch.optim.Muon` itself, which older releases of torch do not have, or our
-    own class."""
+    """Whether its class is exactly `torch.optim.Muon`, which older releases of torch do not have,
+    or our own `Muon`."""
     return type(optimizer) in (Muon, getattr(torch.optim, "Muon", Muon))
 
 
 def matrices_in(muon: Optimizer, named: Mapping[str, Tensor]) -> dict[str, MatrixSpec]:
-    """The matrices of the params of a Muon, by name; those without an element are none."""
+    """The matrices of the params of a Muon, by name, without params that have no elements."""
     members = {param for group in muon.param_groups for param in group["params"] if param.numel()}
     return {
         name: muon.matrices_of(param) if isinstance(muon, Muon) else matrix_of(name, param)
@@ -86,11 +87,11 @@ def matrices_in(muon: Optimizer, named: Mapping[str, Tensor]) -> dict[str, Matri
 
 
 def matrix_of(name: str, param: Tensor) -> MatrixSpec:
-    """The matrix that a param is; it has to have two dimensions."""
+    """A param as one matrix. Refuses a param that does not have two dimensions."""
     if param.dim() != 2:
         raise LayoutError(
-            f"Muon updates params of two dimensions, and {name!r} has shape {list(param.shape)}. "
-            f"Give it to an AdamW beside Muon: {WITH_MUON}."
+            f"Muon updates params with two dimensions, but {name!r} has shape "
+            f"{list(param.shape)}. Give it to an AdamW instead: {WITH_MUON}."
         )
     return MatrixSpec.of(ParamSpec(name, param.numel(), tuple(param.shape)))
 
@@ -98,25 +99,25 @@ def matrix_of(name: str, param: Tensor) -> MatrixSpec:
 def adopt_muon(
     given: Sequence[Optimizer], matrices: Matrices, config: DistOptConfig, device_type: str
 ) -> InnerChoice:
-    """The inner optimizer for `torch.optim.Muon` or our own class, and an Adam of torch's with it;
-    both new.
+    """The inner optimizer for a `torch.optim.Muon` or our own `Muon`, alone or with an Adam of
+    torch's. It does not use the given objects themselves.
 
     Raises:
-        ConfigError: other optimizers, or options of the config that Muon does not serve.
+        ConfigError: for other optimizers, or options of the config that Muon does not support.
     """
     muons = [each for each in given if is_muon(each)]
     others = [each for each in given if not is_muon(each)]
     is_other_adam = all(type(each) in (torch.optim.AdamW, torch.optim.Adam) for each in others)
     if len(muons) != 1 or len(others) > 1 or not is_other_adam:
         raise ConfigError(
-            f"The optimizers are {' and '.join(type(each).__name__ for each in given) or 'none'}. "
-            "Give one optimizer with a param group for each part, or call distribute(model, ...) "
-            "with each of them. Only Muon takes an AdamW or Adam of torch's beside it, for params "
-            f"that are no matrices: write {WITH_MUON}."
+            f"{' and '.join(type(each).__name__ for each in given) or 'No optimizers'} were given "
+            "together, but only Muon and an AdamW or Adam of torch's can be, for params that are "
+            f"not matrices: {WITH_MUON}. Otherwise give one optimizer with several param groups, "
+            "or call distribute(model, ...) once for each optimizer."
         )
     if config.updates is not None:
         raise ConfigError(
-            f"updates is {config.updates!r}, and Muon updates matrices. Leave it out."
+            f"updates is {config.updates!r}, but Muon updates matrices. Leave updates out."
         )
     for group in muons[0].param_groups:
         options_of(group)
@@ -135,8 +136,7 @@ def choose_muon(
     defaults: tuple[str, ...] = (),
     source: str = TorchMuonOptions.source,
 ) -> InnerChoice:
-    """Muon for param groups with its options, and another inner optimizer for the others, if there
-    are some."""
+    """Muon for param groups with its options, and the inner optimizer `rest` for other groups."""
     check_compatible(config, {Feature.WHOLE_PARAMS: "Muon"})
     build = partial(ShardedMuon, matrices=matrices, rest=None if rest is None else rest.build)
     if rest is None:
@@ -147,11 +147,12 @@ def choose_muon(
 
 
 class ShardedMuon(InParts):
-    """Muon for its param groups, whose params are pieces of matrices that other ranks have the rest
-    of; `rest` builds what updates the other groups.
+    """Muon for its param groups, whose params are pieces of matrices. `rest` builds the optimizer
+    of the other groups.
 
-    `step` is collective over the groups of the buffers, also on a rank without params; every rank
-    has as many param groups. Options that a group of Muon lacks are the defaults of its formula.
+    `step` is collective over the groups of the buffers, even on a rank without params. Every rank
+    has the same number of param groups. Options that a group of Muon does not set have the defaults
+    of its formula.
     """
 
     def __init__(self, groups: Groups, *, matrices: Matrices, rest: Build | None = None) -> None:
@@ -172,7 +173,7 @@ class ShardedMuon(InParts):
                 self.param_groups.append(next(of_rest))
 
     def part_for(self, group: Mapping[str, Any]) -> Optimizer:
-        """Itself for groups of Muon."""
+        """This optimizer for groups of Muon, and `rest` for the others."""
         return self if is_muons_group(group) or self._rest is None else self._rest
 
     def hold(
@@ -181,7 +182,8 @@ class ShardedMuon(InParts):
         flat_params: Sequence[FlatParam],
         groups: Sequence[ParamGroup],
     ) -> None:
-        """Chooses the owners of new buffers, and learns what its flat params are pieces of."""
+        """Chooses the owners of matrices in new buffers, and stores of which params the flat params
+        are pieces."""
         self._group_of = {
             name: number
             for number, group in enumerate(groups)
@@ -204,7 +206,7 @@ class ShardedMuon(InParts):
             self._step(buffer, options)
         self.left_out = frozenset()
         if self._rest is not None:
-            self._rest.state = self.state  # others may assign another one
+            self._rest.state = self.state  # other code may have assigned another one
             self._rest.step()
 
     def _step(self, buffer: OwnedBuffer, options: Mapping[str, MuonOptions]) -> None:
@@ -222,7 +224,7 @@ class ShardedMuon(InParts):
 
         def orthogonalize_on_owner(owner: MatrixOwner, blocks: Sequence[Tensor]) -> None:
             spec, of_param = specs[owner.name], options[owner.name]
-            # Ranks with the other parts own them in their own groups and come here in the same
+            # The ranks with the other parts own them in their own groups, and call this in the same
             # order.
             group = self._cut_over.get(owner.name)
             one = partial(orthogonalize, options=of_param)
@@ -243,7 +245,7 @@ class ShardedMuon(InParts):
 
 
 def orthogonalize_cut(part: Tensor, cut: MatrixCut, options: MuonOptions, group: Group) -> Tensor:
-    """Collective over tensor-parallel ranks: `orthogonalize` for a matrix of which each has an
+    """Collective over tensor-parallel ranks: `orthogonalize` for a matrix of which each rank has an
     equal part.
 
     Returns this rank's part of the result; see [Note: matrices over tensor-parallel ranks].
@@ -262,14 +264,15 @@ def orthogonalize_cut(part: Tensor, cut: MatrixCut, options: MuonOptions, group:
 
 
 def _in_pieces(matrix: Tensor, cut: MatrixCut, num_ranks: int) -> Tensor:
-    """A view with the cut dimension as three: pieces of the stride, ranks, and the rest."""
+    """A view with the cut dimension split into three: pieces of the stride, ranks, and the rest."""
     sizes = list(matrix.shape)
     sizes[cut.dim : cut.dim + 1] = [cut.stride, num_ranks, -1]
     return matrix.reshape(sizes)  # splits one dimension, which needs no copy
 
 
 def _distributed(part: Tensor, cut: MatrixCut, options: MuonOptions, group: Group) -> Tensor:
-    """Products contract the dimension that is cut, whichever side is shorter."""
+    """`orthogonalize` with products that contract the cut dimension, even if that is the shorter
+    side, and are summed over the ranks."""
     own = part.T if cut.dim == 0 else part
     square = own.float().square().sum()
     sum_over(square, group)

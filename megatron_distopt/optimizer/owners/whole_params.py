@@ -1,19 +1,18 @@
-"""Optimizers of any class that updates each param as a whole, as the inner optimizer: every param
-has one owner.
+"""Any class that updates each param as a whole, as the inner optimizer: every param has one owner.
 
-Such a class needs all elements of a param at a time, and keeps for it what it likes: Adafactor rows
-and columns, SOAP and Shampoo preconditioners. Nobody but the class knows how to cut that. So the
-owner of a param (layout/owners.py) keeps its state, whole. In a step it receives main param and
-gradient, each fp32, and sends the main param back.
+Such a class needs all elements of a param at a time, and its state may have any form: Adafactor
+keeps rows and columns, SOAP and Shampoo keep preconditioners. Only the class knows how to cut that.
+So the owner of a param (layout/owners.py) keeps its whole state. In a step the owner receives the
+main param and the gradient, both fp32, and sends the main param back.
 
-[Note: an optimizer a param] The optimizer of a param sees one step for every step of the run, as if
-the model had no other param. So also a class that counts in its param group counts right, and one
-that looks across params is found out by the check in declared.py. Main param and gradient are there
-while it steps: the param has memory of its own no longer than that.
+[Note: an optimizer a param] Each param has an optimizer of its own, which makes one step for every
+step of the run, as if the model had no other param. So a class that counts in its param group
+counts correctly, and the check in declared.py finds a class that looks across params. Main param
+and gradient are in memory only while the optimizer steps.
 
-[Note: state as JSON] A file needs no pickle. A state is written as tensors, named by their place in
-it such as "GG.0", and JSON that says how it is built: every value is an object with one key, which
-is its kind."""
+[Note: state as JSON] Files contain no pickles. A state is written as tensors, named by their place
+in it such as "GG.0", and JSON that describes how it is built. In the JSON every value is an object
+with one key, which is its kind."""
 
 from __future__ import annotations
 
@@ -40,15 +39,14 @@ from megatron_distopt.optimizer.owners.exchange import (
     choose_owners,
 )
 
-#: Kinds of the JSON.
+#: Kinds of values in the JSON.
 _TENSOR, _ENTRIES, _LIST, _TUPLE, _PLAIN = "tensor", "entries", "list", "tuple", "plain"
-#: Parts of what is kept: of the param, and what the class has written into its param group.
+#: The two parts of the JSON: the param's state, and keys that the class wrote into its param group.
 _STATE, _GROUP = "state", "group"
 
 
 class OwnedParam:
-    """A param that this rank updates as a whole, by an optimizer that `build` makes from a group
-    with its options."""
+    """A param that this rank updates as a whole. `build` makes its optimizer from a param group."""
 
     def __init__(
         self, shape: Sequence[int], device: torch.device, build: Build, options: Mapping[str, Any]
@@ -57,7 +55,7 @@ class OwnedParam:
         self.begin(options)
 
     def begin(self, options: Mapping[str, Any]) -> None:
-        """Begins anew, without state."""
+        """Builds the optimizer again, without state."""
         self._options = option_values(options)
         self._param = Parameter(torch.zeros(self._shape, dtype=torch.float32, device=self._device))
         self.optimizer = self._build([{**self._options, "params": [self._param]}])
@@ -65,27 +63,27 @@ class OwnedParam:
 
     @torch.no_grad()
     def step(self, main: Tensor, grad: Tensor | None, options: Mapping[str, Any]) -> None:
-        """One step of the optimizer, which changes `main`, fp32 1-D, in place; it may change
-        `grad`, which is like it.
+        """One step of the optimizer. It updates `main`, fp32 1-D, in place, and may overwrite
+        `grad`, which has the same form.
 
-        `grad` is None where the param has none in this step; `options` are those of the param group
-        as they are now.
+        `grad` is None if the param has no gradient in this step. `options` are the present options
+        of the param group.
         """
         now = option_values(options)
-        # What the class itself has written into its group stays.
+        # Keys that the class itself has written into its group stay.
         self.optimizer.param_groups[0].update(changed_options(now, self._options))
         self._options = now
         self._param.data = main.view(self._shape)
         self._param.grad = None if grad is None else grad.view(self._shape)
         try:
             self.optimizer.step()
-            if self._param.data_ptr() != main.data_ptr():  # the class has put another tensor there
+            if self._param.data_ptr() != main.data_ptr():  # the class has assigned another tensor
                 main.copy_(self._param.detach().reshape(-1))
         finally:
             self._let_go()
 
     def _let_go(self) -> None:
-        """A shape without memory takes the place of the values."""
+        """Replaces the param's values with a tensor of the same shape that has no memory."""
         self._param.grad = None
         zero = torch.zeros((), dtype=torch.float32, device=self._device)
         self._param.data = zero.expand(self._shape)
@@ -95,7 +93,7 @@ class OwnedParam:
         return bool(self.optimizer.state.get(self._param)) or bool(self._written())
 
     def _written(self) -> dict[str, Any]:
-        """What the class has written into its param group, beside options."""
+        """The keys that the class has written into its param group besides options."""
         known = {**self.optimizer.defaults, **self._options}
         return {
             key: value
@@ -104,8 +102,11 @@ class OwnedParam:
         }
 
     def split(self) -> tuple[Any, dict[str, Tensor]]:
-        """All that is kept, as JSON and tensors: [Note: state as JSON]. A CheckpointError where no
-        file can hold it."""
+        """The whole state as JSON and tensors, see [Note: state as JSON].
+
+        Raises:
+            CheckpointError: if a file cannot hold the state.
+        """
         tensors: dict[str, Tensor] = {}
         kept = {_STATE: dict(self.optimizer.state.get(self._param, {})), _GROUP: self._written()}
         return _split(kept, "", tensors), tensors
@@ -113,12 +114,11 @@ class OwnedParam:
     def join(
         self, description: Any, tensors: Mapping[str, Tensor], options: Mapping[str, Any]
     ) -> None:
-        """Takes back what `split` returned; tensors are not copied where they are on the right
-        device.
+        """Restores what `split` returned. Tensors on the right device are not copied.
 
         Raises:
-            KeyError, TypeError, ValueError, RuntimeError: they do not belong together; nothing has
-                changed.
+            KeyError, TypeError, ValueError, RuntimeError: if description and tensors do not belong
+                together. Nothing is changed then.
         """
         kept = _join(description, tensors, self._device)
         state, written = dict(kept[_STATE]), dict(kept[_GROUP])
@@ -138,13 +138,13 @@ def _split(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         }
         if not value.numel():
             return {_TENSOR: about}
-        # as files hold it, and a product of other strides rounds otherwise
+        # Files hold contiguous tensors, but with other strides a product rounds differently.
         if not value.is_contiguous():
             about["strides"] = list(torch.empty_like(value, device="meta").stride())
         name = path.replace("/", "|")
         while name in tensors:
             name += "'"
-        # files have none of 0 dimensions
+        # files have no 0-D tensors
         tensors[name] = value.detach() if value.dim() else value.detach().view(1)
         return {_TENSOR: {"name": name, **about}}
     if isinstance(value, Mapping) and all(isinstance(key, (str, int)) for key in value):
@@ -158,9 +158,9 @@ def _split(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return {_PLAIN: value}
     raise CheckpointError(
-        f"The optimizer keeps a {type(value).__name__} in {path!r} of its state, which fits into "
-        "no checkpoint. State must consist of tensors, numbers and texts, in lists and in dicts by "
-        "name. Use another class."
+        f"The optimizer keeps a {type(value).__name__} in {path!r} of its state, which a "
+        "checkpoint cannot hold. State must consist of tensors, numbers and texts, in lists and in "
+        "dicts by name. Use another class."
     )
 
 
@@ -183,15 +183,15 @@ def _join(description: Any, tensors: Mapping[str, Tensor], device: torch.device)
         return tuple(parts) if kind == _TUPLE else parts
     if kind == _PLAIN:
         return value
-    raise ValueError(f"{kind!r} is no part of a state")
+    raise ValueError(f"{kind!r} is not a kind of value in a state")
 
 
 @dataclass(frozen=True)
 class TrainedParams:
     """The params of a model that are updated."""
 
-    shapes: Mapping[str, Sequence[int]]  # by name; of those that may train later as well
-    # from a name to the data-parallel ranks over which the param is sharded
+    shapes: Mapping[str, Sequence[int]]  # by name; includes params that may train later
+    # takes a name and returns the data-parallel ranks over which the param is sharded
     group_of: Callable[[str], Group]
 
     @classmethod
@@ -200,14 +200,14 @@ class TrainedParams:
 
 
 class OwnersState(dict[Tensor, dict[str, Any]]):
-    """In the place of an inner optimizer's state that its owners keep: others would find nothing,
-    and save it."""
+    """Replaces an inner optimizer's state that the owners of params keep. Other code would find it
+    empty and save that, so every use is refused."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise AccessError(
-            "optimizer.state was used with a class that updates whole params, whose owners keep "
-            "what there is. Call save(folder) and load(folder) of the optimizer, or reset_state() "
-            "to let it begin anew."
+            "optimizer.state cannot be used with a class that updates whole params, because the "
+            "owners of the params keep it. Call optimizer.save(folder) and optimizer.load(folder), "
+            "or optimizer.reset_state()."
         )
 
     __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = __contains__ = _refuse
@@ -215,30 +215,30 @@ class OwnersState(dict[Tensor, dict[str, Any]]):
 
 
 class WholeParams(InParts):
-    """See the file. `step` is collective over the groups of the buffers, also on a rank without
-    params."""
+    """An inner optimizer of any class that updates whole params. `step` is collective over the
+    groups of the buffers, even on a rank without params."""
 
     def __init__(self, groups: Groups, *, build: Build, params: TrainedParams) -> None:
         num_dims = max((len(shape) for shape in params.shapes.values()), default=1)
         small = torch.zeros((2,) * num_dims)
         super().__init__(groups, build([{"params": [small]}]).defaults)
         self.state = OwnersState()  # type: ignore[assignment]
-        self.owned: dict[str, OwnedParam] = {}  # what this rank updates, by the name of the param
+        self.owned: dict[str, OwnedParam] = {}  # by name, the params that this rank updates
         self.owners: list[OwnerPlan] = []
         self._build, self._params = build, params
         self._buffers: list[OwnedBuffer] = []
         self._group_of: Mapping[str, int] = {}
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Refused, as is `state_dict()`, which reads the state."""
+        """Raises, as does `state_dict()`."""
         self.state.clear()
 
     def options_of(self, name: str) -> dict[str, Any]:
-        """The param group of a param, whether this rank has a piece of it or not."""
+        """The param group of a param, of which this rank may have no piece."""
         return self.param_groups[self._group_of[name]]
 
     def nbytes_elsewhere(self) -> int:
-        """Bytes of all state of this rank."""
+        """Bytes of all state on this rank."""
         nbytes = 0
         for owned in self.owned.values():
             _, tensors = owned.split()
@@ -251,13 +251,13 @@ class WholeParams(InParts):
         flat_params: Sequence[FlatParam],
         groups: Sequence[ParamGroup],
     ) -> None:
-        """Chooses the owners of new buffers, and makes an optimizer for each param that this rank
-        owns now."""
+        """Chooses the owners of params in new buffers, and builds an optimizer for each param that
+        this rank owns now."""
         self._group_of = {
             name: number for number, group in enumerate(groups) for name in group.names
         }
-        # Whatever its shape, a param is one block. What a class needs for it is not known; elements
-        # are a measure.
+        # A param of any shape is one block. Its cost is unknown, and assumed to be its number of
+        # elements.
         blocks = {
             slot.name: MatrixSpec(1, slot.in_buffer.numel)
             for buffer in buffers
@@ -279,7 +279,7 @@ class WholeParams(InParts):
         for buffer in self._buffers:
             flat_params = buffer.flat_params
             mains = [flat.main.detach() for flat in flat_params]
-            # A param without a gradient comes to its owner as well, who is told so by its name.
+            # A param without a gradient is sent to its owner, too, but is in `left_out`.
             grads = [
                 torch.zeros_like(flat.main) if flat.main.grad is None else flat.main.grad
                 for flat in flat_params
@@ -292,12 +292,12 @@ class WholeParams(InParts):
         main, grad = blocks
         own_grad = None if owner.name in self.left_out else grad
         if own_grad is not None and owner.round is None:
-            own_grad = grad.clone()  # it is the grad buffer itself, which a class may not change
+            own_grad = grad.clone()  # it is the grad buffer itself, and a class may overwrite it
         self.owned[owner.name].step(main, own_grad, self.options_of(owner.name))
 
 
 def owned_params(inner: Optimizer) -> Iterator[tuple[str, OwnedParam, dict[str, Any]]]:
-    """What this rank updates as whole params: name, param and its param group; nothing with other
+    """The whole params that this rank updates: name, param and its param group. Empty for other
     inner optimizers."""
     if isinstance(inner, WholeParams):
         for name, owned in inner.owned.items():
