@@ -5,8 +5,7 @@ change for it: every rank keeps main params and momentum of its shards, wherever
 matrix. In addition every matrix has one *matrix owner*, the rank that orthogonalizes it. The other
 ranks with a piece of the matrix send it to the owner and receive the same elements of the update. A
 matrix that lies whole in its owner's shard is not sent. This works for every layout, including
-those of a host's buffers. docs/decisions.md compares
-alternatives.
+those of a host's buffers. docs/decisions.md compares alternatives.
 
 [Note: balance] All ranks wait for the one with the costliest updates. Its cost cannot be lower than
 the average of all ranks, or than the costliest matrix: this is the bound. A rank may get a matrix

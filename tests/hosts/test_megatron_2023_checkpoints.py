@@ -122,7 +122,8 @@ REFUSED: dict[str, dict[str, str | tuple[str, str]]] = {
     "head": {
         "nothing": f"The optimizer state | has no keys | gathered file | {OTHER_MODEL}",
         "group missing": NO_VECTORS,
-        "group too many": f"a param group with (name=third, wd_mult=1.0, lr_mult=1.0) | {OTHER_MODEL}",
+        "group too many": "a param group with (name=third, wd_mult=1.0, lr_mult=1.0) | "
+        + OTHER_MODEL,
     },
     "undistributed": {
         "param missing": f"9 params, 10 of them | group 0 | the model's 10 | {OTHER_MODEL}",
