@@ -49,6 +49,6 @@ def covering(
             yield number, both
     if numel != wanted.numel:
         raise CheckpointError(
-            f"Invalid {what}: {numel} elements of {wanted}. Must hold all {wanted.numel}, each "
+            f"{what} holds {numel} elements of {wanted}, and must hold all {wanted.numel}, each "
             f"once. {remedy}."
         )

@@ -201,14 +201,14 @@ def _check_form(params: TorchParams, state_dict: StateDict) -> None:
     if missing:
         got = ", ".join(map(str, list(state_dict)[:5])) or "nothing"
         raise CheckpointError(
-            f"Invalid state dict: one with {got}. Must hold {' and '.join(missing)}. {_REMEDY}."
+            f"The state dict has {got}, but no {' and no '.join(missing)}. {_REMEDY}."
         )
     numels = [len(group.get("params", ())) for group in state_dict["param_groups"]]
     ours = list(map(len, params.names))
     if numels != ours:
         raise CheckpointError(
-            f"Invalid param groups of the state dict: {numels} params by group. Must hold {ours} "
-            f"params by group, as the optimizer. {_REMEDY}."
+            f"The param groups of the state dict have {numels} params, and those of the optimizer "
+            f"have {ours}. {_REMEDY}."
         )
 
 
@@ -226,8 +226,8 @@ def _check_options(params: TorchParams, groups: Sequence[Options]) -> None:
             whose = ["another optimizer", "Muon"]
             got, wanted = whose if is_muons_group(current) else whose[::-1]
             raise CheckpointError(
-                f"Invalid state {place}: that of {got}. Must be that of {wanted}. Resume with the "
-                "optimizer of the saved run, or start from its weights with a new one."
+                f"The state {place} is that of {got}, and must be that of {wanted}. Resume with "
+                "the optimizer of the saved run, or start from its weights with a new one."
             )
 
 
@@ -277,18 +277,18 @@ def _given(params: TorchParams, name: str, entry: StateDict, scalars: set[str]) 
     values: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {}
     for key, value in entry.items():
-        what = f"Invalid {key} of {name!r} in the state dict"
+        what = f"{key} of {name!r} in the state dict"
         if value is None or (key in scalars and isinstance(value, ShardedValue)):
             continue
         if key not in scalars:
             if not torch.is_tensor(value) or tuple(value.shape) != shape:
                 got = (
-                    f"shape {list(value.shape)}"
+                    f"a tensor of shape {list(value.shape)}"
                     if torch.is_tensor(value)
                     else f"a {type(value).__name__}"
                 )
                 raise CheckpointError(
-                    f"{what}: {got}. Must be a tensor of its shape {list(shape)}. {_REMEDY}."
+                    f"{what} is {got}, and must be a tensor of shape {list(shape)}. {_REMEDY}."
                 )
             parts = _parts_of(value)[1]
             # a rank without a part cannot tell, and goes with the others
@@ -297,9 +297,13 @@ def _given(params: TorchParams, name: str, entry: StateDict, scalars: set[str]) 
                 values[key] = value
             continue
         if key == STEP and not (_is_number(value) and float(value) >= 0):
-            raise CheckpointError(f"{what}: {value!r}. Must be a number of at least 0. {_REMEDY}.")
+            raise CheckpointError(
+                f"{what} is {value!r}, and must be a number of at least 0. {_REMEDY}."
+            )
         if not (_is_number(value) or isinstance(value, str)):
-            raise CheckpointError(f"{what}: {value!r}. Must be a number or a text. {_REMEDY}.")
+            raise CheckpointError(
+                f"{what} is {value!r}, and must be a number or a text. {_REMEDY}."
+            )
         numbers[key] = value
     return _GivenState(values, numbers)
 
@@ -334,9 +338,9 @@ def _check_kinds(params: TorchParams, name: str, entry: StateDict, begin: StateD
     others = moments - begin.keys() - {"max_exp_avg_sq"}
     if found and (others or not begin.keys() <= found):
         raise CheckpointError(
-            f"Invalid state of {name!r} in the state dict: {', '.join(sorted(found))} besides the "
-            f"param. Must hold {', '.join(sorted(begin)) or 'nothing'} for "
-            f"{params.share.optimizer.plan.choice.name}. Load a state of the same class."
+            f"The state of {name!r} in the state dict has {', '.join(sorted(found))} besides the "
+            f"param, and {params.share.optimizer.plan.choice.name} needs "
+            f"{', '.join(sorted(begin)) or 'nothing'}. Load a state of the same class."
         )
 
 

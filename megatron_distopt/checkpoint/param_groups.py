@@ -101,7 +101,7 @@ def check_values(groups: Sequence[GroupRecord], where: str) -> None:
     for number, group in enumerate(groups):
         for key, value, rule in _faults(group):
             raise CheckpointError(
-                f"Invalid {key} of param group {number} in {where}: {value!r}. Must {rule}. Set "
+                f"{key} of param group {number} in {where} is {value!r}, and must {rule}. Set "
                 f"{key} in the run that saves it, or load another checkpoint."
             )
 
@@ -116,8 +116,8 @@ def check_options(number: int, options: Mapping[Any, Any], choice: InnerChoice) 
     for key in options:
         if not isinstance(key, str):
             raise ConfigError(
-                f"Param group {number} has the key {key!r}, and keys must be texts, which files "
-                f"keep. Write {str(key)!r}."
+                f"Param group {number} has the key {key!r}, but only texts can be keys in a file. "
+                f"Write {str(key)!r}."
             )
     faults = _faults(GroupRecord((), plain_options(options)))
     rules = {key: rule for key, _, rule in faults}
@@ -191,9 +191,9 @@ def check_names_once(groups: Sequence[GroupRecord], where: str) -> None:
             if first != number:
                 difference = _difference(groups[first], group)
                 raise CheckpointError(
-                    f"Invalid param {name!r} in {where}: in param groups {first} and {number}, "
-                    f"which differ in {difference}. Must be in one param "
-                    "group. Load an earlier checkpoint; no optimizer takes a param twice."
+                    f"Param {name!r} in {where} is in param groups {first} and {number}, which "
+                    f"differ in {difference}. An optimizer takes each param once. Load an earlier "
+                    "checkpoint."
                 )
 
 
@@ -217,7 +217,7 @@ def check_types(saved: Options, current: Options, place: str, remedy: str) -> No
         is_unlike = is_compared and not _is_like(value, ours[key])
         if is_missing or is_unlike:
             raise CheckpointError(
-                f"Invalid {key} {place}: {value!r}. Must be of the type of {current[key]!r}, which "
+                f"{key} {place} is {value!r}, and must have the type of {current[key]!r}, which "
                 f"the run has. {remedy}."
             )
 
@@ -275,7 +275,7 @@ def options_of(
     left_out = [key for key, value in options.items() if not _is_plain(value)]
     for key in left_out:
         unsaved[key] = type(group[key]).__name__
-        _log.warning("param group option %r is a %s and is not saved", key, unsaved[key])
+        _log.warning("param group option %r is a %s and will not be saved", key, unsaved[key])
         del options[key]
     return options, unsaved
 
@@ -351,9 +351,9 @@ def differences(
     for key in sorted(all_ours.keys() & all_theirs.keys() - silent):
         ours, theirs = all_ours[key], all_theirs[key]
         if ours != theirs and key in kept:
-            yield f"{key} is {ours}, of this run; the checkpoint has {theirs}"
+            yield f"{key} is {ours}, as in this run; the checkpoint has {theirs}"
         elif ours != theirs:
-            yield f"{key} is {theirs}, of the checkpoint; this run was given {ours}"
+            yield f"{key} is {theirs}, as in the checkpoint; this run was given {ours}"
 
 
 def tell(lines: Iterable[str]) -> None:

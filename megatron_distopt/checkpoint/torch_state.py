@@ -136,7 +136,7 @@ class ShardedValue(Tensor):
         value, given = args[0] if args else None, kwargs or {}
         if func in _OF_MEMORY and isinstance(value, cls):
             if not value.is_whole:
-                _refuse_part(f"in {func.__name__}", "be saved and loaded by all ranks")
+                _refuse_part(f"Tensor.{func.__name__}")
             args = (as_plain(value.parts[0]), *args[1:])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **given)
@@ -169,7 +169,7 @@ class ShardedValue(Tensor):
                 cls, lambda whole: whole.parts[0], (args, given)
             )
             return func(*whole_args, **whole_kwargs)
-        _refuse_part(f"in {name}", "be saved and loaded by all ranks")
+        _refuse_part(name)
 
     def _mapped(self, change: Callable[[Tensor], Tensor], **given: Any) -> ShardedValue:
         """The same boxes with other memory."""
@@ -189,8 +189,7 @@ class ShardedValue(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.is_whole:
             return as_plain(self.parts[0]).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-        rule = "be saved by all ranks together: this rank holds a part of it"
-        _refuse_part("pickled, for example by torch.save", rule)
+        _refuse_part("Pickling, for example by torch.save,")
 
     def __create_write_items__(self, fqn: str, object: object) -> list[Any]:
         """For DCP: what this rank writes, values in low precision as those that they mean."""
@@ -221,12 +220,12 @@ class ShardedValue(Tensor):
         return self.parts[[box.offsets for box in self.boxes].index(tuple(index.offset))]
 
 
-def _refuse_part(got: str, rule: str) -> NoReturn:
+def _refuse_part(use: str) -> NoReturn:
     raise CheckpointError(
-        f"Invalid sharded value of the optimizer's state: {got}. Must {rule}. Call "
-        "optimizer.save(folder) or torch.distributed.checkpoint.save on all ranks, or "
-        "optimizer.full_state_dict() on all ranks for whole tensors on rank 0; to scale moments, "
-        "optimizer.reset_state(params, scale={'exp_avg': 0.1})."
+        f"{use} needs a whole tensor, but the optimizer's state is sharded and this rank holds a "
+        "part of it. Call optimizer.save(folder) or torch.distributed.checkpoint.save on all "
+        "ranks, or optimizer.full_state_dict() on all ranks for whole tensors on rank 0. To scale "
+        "moments, call optimizer.reset_state(params, scale={'exp_avg': 0.1})."
     )
 
 
@@ -387,7 +386,7 @@ def torch_state_dict(params: TorchParams) -> dict[str, Any]:
 def refuse_write(*_: Any, **__: Any) -> NoReturn:
     """Refuses a write to state that would be lost, because what is shown is a copy."""
     raise AccessError(
-        "The optimizer's state was assigned or removed, and what optimizer.state shows is a copy. "
+        "The optimizer's state was assigned or removed, but optimizer.state shows only a copy. "
         "Call optimizer.reset_state(params) to let it begin anew, optimizer.reset_state(params, "
         "scale={'exp_avg': 0.1}) to scale moments, or optimizer.load_state_dict(...)."
     )
@@ -611,8 +610,8 @@ def full_state_dict(params: TorchParams) -> dict[str, Any]:
         for placement in params.share.placements.values():
             if placement.dim is not None:
                 raise CheckpointError(
-                    f"Invalid full_state_dict: {placement.name!r}, which is cut over other ranks, "
-                    "too. Must be of params that every rank has whole. Call optimizer.save(folder)."
+                    f"full_state_dict() cannot gather {placement.name!r}, which is also split "
+                    "over ranks outside the data-parallel group. Call optimizer.save(folder)."
                 )
         held, once = {}, {}
         for key, value in values.items():

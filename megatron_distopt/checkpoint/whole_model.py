@@ -157,9 +157,9 @@ def load_loss_scale(loss_scale: LossScale, saved: Mapping[str, Any]) -> None:
             {key: _like(value, found[key]) for key, value in current.items()}
         )
     elif current:
-        _log.warning("the checkpoint has no loss scale; that of this run goes on")
+        _log.warning("the checkpoint has no loss scale; this run continues with its own")
     elif saved:
-        _log.warning("the checkpoint has a loss scale and this run has none; it is left out")
+        _log.warning("the checkpoint has a loss scale, which is ignored because this run has none")
 
 
 def _like(current: Any, number: Any) -> Any:
@@ -230,8 +230,8 @@ def take_owned(
         owned.join(json.loads(bytes(by_place.pop("").tolist())), by_place, options)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
-            f"State in checkpoint {where} is not what the owner of a param has saved: {error!r}. "
-            "Load an earlier checkpoint."
+            f"Checkpoint {where} has state that the owner of a param did not save in this form: "
+            f"{error!r}. Load an earlier checkpoint."
         ) from error
 
 

@@ -61,7 +61,10 @@ def answer(parsed: argparse.Namespace) -> Answer:
         run = partial(train, Path(scratch), parsed.iterations)
         own, ours, (outcome, sentence) = _compare(line, run, notes)
     if len(own.steps) < parsed.iterations:
-        notes.append(f"The training ended after {len(own.steps)} iterations: see --train-iters.")
+        notes.append(
+            f"The training ended after {len(own.steps)} iterations. Raise --train-iters to compare "
+            "more."
+        )
     figures = {"host's own": _figures(own), "ours": _figures(ours)}
     found = differences(own, ours)
     document = {
@@ -83,7 +86,7 @@ def answer(parsed: argparse.Namespace) -> Answer:
             unfinished.replace(path)
             notes.append(f"Written: {path}.")
         except Exception as error:  # noqa: BLE001 - whatever it is, the runs have been made
-            notes.append(f"{path} is not written: {error}.")
+            notes.append(f"{path} could not be written: {error}.")
     parts = [*_tables(figures, found), *map(Text, (*notes, sentence))]
     return Answer(document, parts, outcome.value)
 
@@ -102,7 +105,10 @@ def _compare(
     except HostError as error:
         if plain == line:
             raise
-        notes.append(f"The host's undistributed optimizer is compared. {error}")
+        notes.append(
+            "The host's distributed optimizer did not run, so its undistributed one is compared. "
+            f"{error}"
+        )
         hosts = plain
         try:
             own = run("host's own, undistributed", hosts, Switch.OFF)
@@ -121,7 +127,7 @@ def _compare(
         except HostError as error:
             notes.append(str(error))
             continue
-        notes.append(f"The host's own and {name}: {apart_text(differences(own, other))}.")
+        notes.append(f"The host's own run and {name}: {apart_text(differences(own, other))}.")
         if name in undistributed and exceeds_bounds(own, other, TIMES):
             continue  # the next one says whether that is noise, or another optimizer
         yardsticks.append(other)
@@ -130,7 +136,10 @@ def _compare(
         if verdict[0] is Outcome.SAME or exceeds_bounds(own, ours):
             break
     if not yardsticks:
-        verdict = Outcome.NONE, "No verdict: the host did not run again, to say what rounding does."
+        text = (
+            "No verdict: the host did not run a second time, which would show what rounding does."
+        )
+        verdict = Outcome.NONE, text
     return own, ours, verdict
 
 

@@ -136,13 +136,13 @@ def judge(own: RecordedRun, ours: RecordedRun, *hosts_others: RecordedRun) -> tu
     yardsticks = [differences(own, other) for other in hosts_others]
     for each in chain(*yardsticks):
         if each.exceeds(TIMES * each.bound.limit):
-            unlike = f"the host's own two runs are apart by more than rounding: {each}"
+            unlike = f"the host's own two runs differ by more than rounding: {each}"
             return Outcome.NONE, f"No verdict: {unlike}. {_REPEATABLE}."
     for each in found:
         allowed = _allowed(each, found, yardsticks)
         if each.exceeds(allowed):
             if each.bound.look == START and not yardsticks:
-                unlike = f"the runs do not begin with equal weights: {each}"
+                unlike = f"the runs do not start with equal weights: {each}"
                 return Outcome.NONE, f"No verdict: {unlike}. {_REPEATABLE}."
             amount = f"{each}, of which rounding explains {allowed:.1e}"
             sentence = not_the_same(amount, each.bound.look)
@@ -166,7 +166,9 @@ def _check_updates(own: RecordedRun) -> None:
         found = f"The host skipped all steps, and its loss scale is still {scale:g}"
         remedy = "--initial-loss-scale 65536"
     num_steps = len(own.steps)
-    raise ConfigError(f"{found} after {num_steps}. Write more --iterations, or {remedy}.")
+    raise ConfigError(
+        f"{found} after {num_steps} iterations. Write more --iterations, or {remedy}."
+    )
 
 
 def _allowed(
@@ -203,8 +205,8 @@ def apart_text(found: Sequence[Deviation]) -> str:
     loss = max(each.apart for each in found if each.what == "loss")
     weights = max(each.apart for each in found if each.what == "weights")
     return (
-        f"losses are apart by at most {loss:.1e} of their value, weights by {weights:.1e} of the "
-        "way that they went"
+        f"losses differ by at most {loss:.1e} of their value, weights by {weights:.1e} of the "
+        "distance that they moved"
     )
 
 
@@ -217,7 +219,8 @@ def differences(one: RecordedRun, other: RecordedRun) -> list[Deviation]:
     if (one.params, len(one.steps)) != (other.params, len(other.steps)):
         raise ConfigError(
             f"A run of {len(other.steps)} iterations has other ranks, params or iterations than "
-            f"the host's own, of {len(one.steps)}. Start both lines alone and compare their logs."
+            f"the host's own run of {len(one.steps)}. Start both lines by themselves and compare "
+            "their logs."
         )
     found = list[Deviation]()
     was_equal = mains_were_equal = False

@@ -266,7 +266,7 @@ def _parts(
     noted: dict[str, list[str]] = {}
     for side, keys in alone.items():
         if keys:
-            noted[f"in {side} alone"] = [*keys]
+            noted[f"only in {side}"] = [*keys]
     for pair in pairs:
         if pair.note:
             noted.setdefault(pair.note, []).append(pair.key)

@@ -22,11 +22,13 @@ class Outcome(Enum):
 
 
 #: Where to look, by what differs first.
-START = "seed and checkpoint of the start"
-FORWARD = "data, dropout and the forward pass: both had the same weights"
-SUM_OF_GRADIENTS = "the sum of gradients over ranks and their norm: both had the same weights"
+START = "the seed and the checkpoint of the start"
+FORWARD = "data, dropout and the forward pass, because both had the same weights"
+SUM_OF_GRADIENTS = (
+    "the sum of gradients over ranks and their norm, because both had the same weights"
+)
 UPDATE = "learning rate, clipping and the rule of the update"
-STATE = "moments, precision of main params and other state that steps hand on"
+STATE = "moments, the precision of main params and other state that one step hands to the next"
 OVERFLOW = "what counts as overflow"
 
 

@@ -107,7 +107,7 @@ class _NamedMember:
         if not (
             isinstance(self.of, type) and issubclass(self.of, Inert) and isinstance(self.name, str)
         ):
-            raise ValueError("it asks for an attribute of something that is no enum")
+            raise ValueError("it asks for an attribute of something that is not an enum")
 
     def __reduce__(self) -> tuple[Any, tuple[Any, str]]:
         return getattr, (self.of, self.name)
@@ -172,11 +172,14 @@ def load_file(source: Path | io.BytesIO, what: str = "") -> Any:
     # torch's text goes on with the advice to execute what the file says
     except pickle.UnpicklingError as error:
         said = re.search(r"WeightsUnpickler error: *(.*)", str(error))
-        raise _strange(what, said[1].rstrip(". ") if said else "it asks for more") from error
+        raise _strange(
+            what,
+            said[1].rstrip(". ") if said else "it asks for something that is not a plain value",
+        ) from error
     except Exception as error:  # whatever a damaged or malicious file makes torch raise
         first_line = (str(error) or repr(error)).splitlines()[0].rstrip(". ")
         raise CheckpointError(
-            f"{what} is damaged: {first_line} while reading it. {_REMEDY}"
+            f"{what} is damaged, and reading it failed with: {first_line}. {_REMEDY}"
         ) from error
 
 
@@ -223,8 +226,8 @@ def _stand_ins(names: Iterable[str], what: str) -> Iterator[tuple[Any, str]]:
 
 def _strange(what: str, got: str, remedy: str = _REMEDY) -> CheckpointError:
     return CheckpointError(
-        f"{what} is refused: {got}. It may hold tensors, plain values, and what Megatron and "
-        f"DeepSpeed save. {remedy}"
+        f"{what} is refused because {got}. It may hold only tensors, plain values, and what "
+        f"Megatron and DeepSpeed save. {remedy}"
     )
 
 
@@ -254,7 +257,11 @@ def load_metadata(path: Path) -> Inert:
                 return found
             raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
     except Exception as error:  # whatever damaged bytes make an unpickler raise
-        got = error if isinstance(error, pickle.UnpicklingError) else f"{error!r} while reading it"
+        got = (
+            error
+            if isinstance(error, pickle.UnpicklingError)
+            else f"reading it failed with {error!r}"
+        )
         raise CheckpointError(
             f"File {path} is not the metadata of a torch checkpoint: {got}. {_REMEDY}"
         ) from error
@@ -307,7 +314,7 @@ class _Pickler(pickle._Pickler):  # Python's own, because C's cannot be taught a
             super().save_global(obj, name)  # type: ignore[misc]
         elif obj.stands_for not in _ENUMS:
             raise pickle.PicklingError(
-                f"{obj.stands_for} was not read, and cannot be written again"
+                f"{obj.stands_for} was not read, so it cannot be written again"
             )
         else:
             self.write(pickle.GLOBAL + "{}\n{}\n".format(*obj.stands_for.rsplit(".", 1)).encode())  # type: ignore[attr-defined]

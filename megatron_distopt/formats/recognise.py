@@ -157,9 +157,9 @@ def _of_a_fork(path: Path) -> Opened:
             f"Checkpoint {path} has no optimizer state in {files[0].path}. Save it without "
             "--no-save-optim."
         )
-    got = "is none of these" if path.exists() else "does not exist"
+    got = "is not in a known format" if path.exists() else "does not exist"
     raise CheckpointError(
-        f"Checkpoint {path} {got}. It has to be a folder with {MANIFEST}, an iteration folder of a "
+        f"Checkpoint {path} {got}. It must be a folder with {MANIFEST}, an iteration folder of a "
         "fork, or a file of 'convert --to torch'. Give a folder such as SAVE/iter_0000010."
     )
 

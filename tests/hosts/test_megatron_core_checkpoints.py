@@ -479,7 +479,7 @@ REFUSALS: dict[str, tuple[str, ...]] = {
     "box missing on one rank": (
         "CheckpointError",
         "'exp_avg/decoder.final_layernorm.bias'",
-        "Must hold all 40",
+        "must hold all 40",
     ),
     "text damaged on one rank": (
         "CheckpointError",

@@ -153,9 +153,9 @@ def groups_by_rule(file: ModelFile, groups: Sequence[Mapping[str, Any]]) -> tupl
             "decaying" if each else "not decaying" for each in sorted(members, reverse=True)
         )
         raise CheckpointError(
-            f"Param groups in {file.folder} are {saved}. The file does not say which param is in "
-            f"which, so there has to be one of each kind: {needed}. Resume it in its own fork with "
-            "this package installed, and convert what that saves."
+            f"The param groups in {file.folder} are {saved}. The file does not say which group a "
+            f"param is in, so there must be one group of each kind: {needed}. Resume it in its "
+            "own fork with this package installed, and convert what that run saves."
         )
     file_groups = []
     for group in groups:
@@ -200,10 +200,10 @@ def whole_of(parts: Sequence[FileState], written_as: str) -> Source:
     params: dict[str, _Parts] = {}  # in the order of stages
     for part in parts:
         if part.kinds != kinds:
-            both = [", ".join(sorted(each)) or "main params alone" for each in (part.kinds, kinds)]
+            both = [", ".join(sorted(each)) or "only main params" for each in (part.kinds, kinds)]
             raise CheckpointError(
-                f"The optimizer state in {part.file.folder} holds {both[0]}, and that in "
-                f"{parts[0].file.folder} {both[1]}. Give the files of one save."
+                f"The optimizer state in {part.file.folder} holds {both[0]}, but that in "
+                f"{parts[0].file.folder} holds {both[1]}. Give the files of one save."
             )
         members = [number for group in part.groups for number in group.members]
         for number in sorted(members):
@@ -270,9 +270,9 @@ def _check_same(local: Tensor, whole: Tensor, part: FileState, number: int) -> N
     if not is_same:  # also where one of them is not a number
         name = part.file.params[number].name
         raise CheckpointError(
-            f"Param {name!r} is another one on tensor-parallel rank "
-            f"{part.file.tensor[0]} than on rank 0, and its name says nothing about how it is cut. "
-            "Convert it at tensor-parallel size 1."
+            f"Param {name!r} on tensor-parallel rank {part.file.tensor[0]} differs from that on "
+            "rank 0, and its name does not say how it is split. Convert it at tensor-parallel "
+            "size 1."
         )
 
 

@@ -30,7 +30,7 @@ from megatron_distopt.layout import BufferLayout, ParamSpec, Placement, lay_out
 MODEL, MODEL_PER_RANK = "model_optim_rng.pt", "model_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _CHUNK = re.compile(r"model(\d*)")
-_UNKNOWN = "Convert a checkpoint of a model without it; this one loads in its own fork alone."
+_UNKNOWN = "Convert a checkpoint of a model without it; this one loads only in its own fork."
 #: The param of which the last of several pipeline stages holds a copy, and what files call that
 #: copy.
 _EMBEDDING = "language_model.embedding.word_embeddings.weight"
@@ -131,7 +131,7 @@ def open_model_files(iteration: Path) -> tuple[ModelFile, ...]:
     expected = [(stage, rank) for stage in range(stages) for rank in range(size)]
     if paths.keys() != set(expected):
         raise CheckpointError(
-            f"Checkpoint {iteration} has {len(paths)} model files. It has to hold one for each of "
+            f"Checkpoint {iteration} has {len(paths)} model files, and must have one for each of "
             f"{size} tensor-parallel ranks and {stages} pipeline stages. Copy the whole iteration "
             "folder, from all machines of the run."
         )
@@ -199,8 +199,8 @@ def _first_layer(file: ModelFile, chunk: int, named: list[tuple[str, Tensor]], c
     )
     if is_uneven or in_model != in_chunk * stages * chunks:
         raise CheckpointError(
-            f"In {file.path} stage {stage} has {in_chunk} of {in_model} layers. An equal part of "
-            f"them has to be on each of {stages} stages. {_UNKNOWN}"
+            f"In {file.path}, stage {stage} has {in_chunk} of {in_model} layers, but each of "
+            f"{stages} stages must have an equal part. {_UNKNOWN}"
         )
     return chunk * (in_model // chunks) + stage * in_chunk
 

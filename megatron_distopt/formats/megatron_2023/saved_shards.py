@@ -47,8 +47,8 @@ def in_order(
     if [*starts, span.stop] != [span.start, *stops]:
         held = ", ".join(f"{part.in_param.start} to {part.in_param.stop}" for part in found)
         raise CheckpointError(
-            f"{origin.what} holds elements {held or 'none'} of {name!r}, and must hold each of "
-            f"{span.start} to {span.stop} once on one rank. {origin.remedy}."
+            f"{origin.what} holds elements {held or 'none'} of {name!r}, and must hold each from "
+            f"{span.start} to {span.stop} once, on one rank. {origin.remedy}."
         )
     kinds = {kind for part in found for kind in part.tensors}
     for part in found:
@@ -57,8 +57,8 @@ def in_order(
             held = ", ".join(sorted(part.tensors))
             needed = ", ".join(sorted(kinds))
             raise CheckpointError(
-                f"{origin.what} holds {held or 'nothing'} of {name!r} on one rank, and must hold "
-                f"{needed}, as on another rank. {origin.remedy}."
+                f"{origin.what} holds {held or 'nothing'} of {name!r} on one rank, but {needed} "
+                f"on another. {origin.remedy}."
             )
     return found
 

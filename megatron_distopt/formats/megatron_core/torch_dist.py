@@ -64,8 +64,8 @@ _AGAIN = (
 #: megatron-core 0.15 to 0.19 cuts params out of buffers at wrong places where there are several
 #: buckets.
 _MISPLACED = (
-    "megatron-core 0.15 to 0.19 may misplace them as it saves. Load the weights alone with "
-    "--no-load-optim, and save without --dist-ckpt-optim-fully-reshardable."
+    "megatron-core 0.15 to 0.19 may put them in wrong places as it saves. Load only the "
+    "weights with --no-load-optim, and save without --dist-ckpt-optim-fully-reshardable."
 )
 _MAIN_KINDS = ("param", "fp32_param")
 #: Options other than weight decay that tell groups apart.
@@ -88,8 +88,8 @@ def open_torch_dist(path: Path) -> Source:
         )
         if not isinstance(common, Mapping):
             raise CheckpointError(
-                f"{where} in {path} holds a {type(common).__name__}, not the state that all ranks "
-                "share. It is damaged: load an earlier checkpoint."
+                f"{where} in {path} holds a {type(common).__name__} instead of the state that all "
+                "ranks share, so it is damaged. Load an earlier checkpoint."
             )
         return _opened(folder, common)
 
