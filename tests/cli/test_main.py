@@ -110,10 +110,8 @@ def test_doctor_when_there_is_a_problem_then_status_1_and_both_forms_say_the_sam
         doctor, "diagnose", lambda *words, has_trial: given.append((*words, has_trial)) or findings
     )
     status, out, _ = run(capsys, "doctor", "--no-trial", tmp_path, "--", "--bf16", "--json")
-    assert (status, out.splitlines()[-1]) == (
-        0,
-        "no problem found by reading; the import was not tried",
-    )
+    assert status == 0
+    assert_mentions(out.splitlines()[-1], "no problem found", "the import was not tried")
     assert given == [(tmp_path, ["--bf16", "--json"], False)]
     findings.append(problem("fork", "flag", "Bad."))
     assert run(capsys, "doctor")[0] == 1

@@ -143,7 +143,7 @@ def test_verify_when_a_value_is_not_finite_then_its_place_in_the_whole_tensor(
 
     write_checkpoint(copied, changed(open_checkpoint(copied), spoiled))
     conv, qkv, verdict = (row[-1] for row in problems(capsys, copied))
-    assert conv.startswith("exp_avg/conv.weight holds -inf at [1, 3, 4]; 2 of ")
+    assert conv.startswith("exp_avg/conv.weight holds -inf at [1, 3, 4], and 2 of ")
     assert qkv == f"main/{QKV} holds nan at [7, 2]"
     assert verdict == "2 problems: load an earlier checkpoint"
 
