@@ -35,8 +35,8 @@ def refused(action: str, remedy: str) -> Iterator[None]:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder and its parents, where they are missing. They are there after a power cut,
-    too."""
+    """Makes a folder and those of its parents that are missing, so that they survive a power
+    cut."""
     missing = [parent for parent in (path, *path.parents) if not parent.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for parent in missing:

@@ -53,8 +53,8 @@ def new_save_id() -> str:
 
 
 def file_of(folder: Path, save_id: str, rank: int, suffix: str = "distcp") -> Path:
-    """A file of one rank: its tensors; for the rank that commits its manifest, "part", or why none
-    comes, "failed"."""
+    """A file of one rank: its tensors, or for the rank that commits, its manifest ("part") or the
+    reason why there is none ("failed")."""
     return folder / f"{save_id}-{rank:05d}.{suffix}"
 
 

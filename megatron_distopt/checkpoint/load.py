@@ -122,8 +122,8 @@ def take_checked(plan: LoadPlan, everyone: Group) -> None:
 def note_averages(
     optimizers: Sequence[ShardedOptimizer], *, are_loaded: bool, is_told: bool
 ) -> None:
-    """Notes whether a state that was loaded had averages, and says, if `is_told`, where that is not
-    as in the run."""
+    """Notes whether the loaded state had averages; if `is_told`, logs that the run differs in
+    that."""
     averages = [each.averages for each in optimizers if each.averages is not None]
     for each in averages:
         each.has_begun = are_loaded

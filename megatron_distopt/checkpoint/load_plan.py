@@ -5,11 +5,11 @@ on one.
 the other way round, keeps its main param and nothing else: SGD and Muon have a momentum of the same
 name that is not the same, and each needs an lr of its own. Its moments and its count begin anew,
 its options stay those of the run, and the load says so. The same holds for optimizers that update
-whole params, each of which keeps what no other one understands and nobody else can cut: the state
-of a param that tensor-parallel ranks share is for as many ranks, and for the shape that it had.
+whole params: no other class understands their state, and it cannot be cut. The state of a param
+that tensor-parallel ranks share fits only as many ranks and the same shape.
 
-[Note: another class] The state of any other class is refused, also where its tensors have the names
-of the run's: `exp_avg` of Lion is none of Adam. The manifest names the inner optimizer, and all
+[Note: another class] The state of any other class is refused, even if its tensors have the names of
+the run's: Lion's `exp_avg` is not Adam's. The manifest names the inner optimizer, and all
 implementations of Adam, with whichever kind of decay, are one class. A param that had no state
 begins anew, as above."""
 
@@ -137,11 +137,11 @@ class Loadable:
     verify: Callable[[Sequence[Read]], None] = lambda reads: None
     # what the owner of a whole param keeps, by key; None without any
     read_owned: Callable[[str], Tensor] | None = None
-    # what all ranks must be given alike that are given it, by what it is
+    # values that must be equal on all ranks that are given them, by name
     alike: Mapping[str, str] = field(default_factory=dict)
     # whether model params become those of the state; else they are loaded by themselves
     has_model_params: bool = True
-    remedy: str = ""  # of an error about what is missing; empty where another checkpoint is one
+    remedy: str = ""  # for errors about missing params; empty to suggest another checkpoint
 
 
 @dataclass(frozen=True, eq=False)

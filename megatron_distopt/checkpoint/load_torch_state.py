@@ -57,7 +57,7 @@ from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.averages import AVERAGE
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 
-#: Options by which torch's classes differ whose state may have the same names.
+#: Options that tell torch's classes apart where their states have the same names.
 _TELLING = {
     "amsgrad",
     "momentum_decay",
@@ -141,7 +141,7 @@ def _entries(params: TorchParams, state_dict: StateDict) -> dict[str, StateDict]
 
 
 def _loadable(params: TorchParams, state_dict: StateDict) -> Loadable:
-    """The state dict, checked. It is without the options, which go into the user's groups."""
+    """Checks the state dict. The result has no options, because these go into the user's groups."""
     _check_form(params, state_dict)
     _check_options(params, state_dict["param_groups"])
     scale = _loss_scale_in(state_dict)
@@ -153,7 +153,7 @@ def _loadable(params: TorchParams, state_dict: StateDict) -> Loadable:
     records = []
     for name, given in states.items():
         state, placement = _without_begin(params, name, given), params.share.placements[name]
-        # Without a main param that is given the present one stays, of which nothing is read.
+        # If no main param is given, the present one stays and nothing is read for it.
         values = {MAIN_PARAM: torch.empty(placement.global_shape, device="meta"), **state.values}
         for kind, value in values.items():
             key = key_of(MAIN if kind == MAIN_PARAM else kind, placement.name)
@@ -232,7 +232,8 @@ def _check_options(params: TorchParams, groups: Sequence[Options]) -> None:
 
 
 def _options(params: TorchParams, group: Options, current: Options) -> dict[str, Any]:
-    """Those that a load takes: of None only what the group has already, see `torch_state_dict`."""
+    """The options that a load takes. One that is None is taken only if the group already has it,
+    see `torch_state_dict`."""
     others = (*not_options(params.share.optimizer), "param_names", CLASS)
     taken = dict[str, Any]()
     for key, value in group.items():
@@ -252,7 +253,7 @@ def _loss_scale_in(state_dict: StateDict) -> dict[str, Any]:
 
 
 def _scalar_keys(entries: Mapping[str, StateDict], params: TorchParams) -> set[str]:
-    """Keys of what a param has once: numbers and texts, and tensors of one element where the param
+    """Keys of values that a param has once: numbers, texts, and tensors of one element if the param
     has more."""
     found = {STEP}
     for name, entry in entries.items():
@@ -315,10 +316,10 @@ def _is_number(value: object) -> bool:
 
 
 def _first_state(params: TorchParams, number: int, group: Options) -> StateDict:
-    """What a param has after its first update with the options of a saved group; refuses the group
-    of [Note: another class].
+    """The state of a param after its first update with the options of a saved group. Refuses a
+    group of [Note: another class].
 
-    Where it does not name its class, those of torch are told by the options that they have.
+    If a group does not name its class, torch's classes are recognised by their options.
     """
     current, optimizer = params.groups[number], params.share.optimizer
     ours = class_of(optimizer.plan.choice.name)
@@ -345,8 +346,8 @@ def _check_kinds(params: TorchParams, name: str, entry: StateDict, begin: StateD
 
 
 def _without_begin(params: TorchParams, name: str, given: _GivenState) -> _GivenState:
-    """Drops the state with which `state_dict()` shows a param that was never updated: it has none
-    in the optimizer."""
+    """Drops the state that `state_dict()` shows for a param that was never updated, because the
+    optimizer has none for it."""
     parts = [part for value in given.moments for part in _parts_of(value)[1]]
     is_begin = given.step == 0 and is_adam(params.share.optimizer, params.number_of[name])
     is_zero = is_begin and not any(bool(part.count_nonzero()) for part in parts)
@@ -368,8 +369,8 @@ def _parts_of(value: Tensor) -> tuple[Sequence[Box], Sequence[Tensor]]:
 def _to_agree_on(
     params: TorchParams, state_dict: StateDict, given: Mapping[str, _GivenState]
 ) -> dict[str, str]:
-    """What all ranks must be given alike that own a part of the same param, or have a param in the
-    same group."""
+    """Values that must be equal on all ranks that own a part of the same param or have a param in
+    the same group."""
     alike = {LOSS_SCALE: repr(sorted(_loss_scale_in(state_dict).items()))}
     for names, group, current in zip(
         params.names, state_dict["param_groups"], params.groups, strict=True

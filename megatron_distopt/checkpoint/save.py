@@ -223,8 +223,8 @@ def should_have_appeared(written_at: float) -> bool:
 
 
 def begin(folder: Path, everyone: Group, prepare: Callable[[], object] = lambda: None) -> Saving:
-    """Collective: begins a save. The first rank makes the folder and locks it, where `prepare`
-    raises on no rank.
+    """Collective: begins a save. The first rank makes the folder and locks it, if `prepare` raises
+    on no rank.
 
     Raises:
         RanksDisagreeError: ranks would save to different folders.

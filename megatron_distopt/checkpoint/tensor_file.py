@@ -53,7 +53,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TensorWriter(disk.Writer):
-    """Appends tensors to a new file, and knows what the manifest has to say about it."""
+    """Appends tensors to a new file, and collects what the manifest says about it."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         super().__init__(file)

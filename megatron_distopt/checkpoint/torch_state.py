@@ -8,8 +8,8 @@ fills each rank's boxes. "main_param" is the fp32 main param of a 16-bit param a
 the average of the param, which torch does not have and ignores.
 
 A param that was never updated has a state, too, so that a new optimizer has something that DCP can
-fill: the zeros and the count of 0 with which Adam and SGD begin, and nan for averages and for what
-other classes keep, as a trial step says it. A load takes neither for a state.
+fill: the zeros and the count of 0 with which Adam and SGD begin, and nan for averages and for the
+state of other classes, which a trial step finds out. A load ignores both.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class ShardedValue(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuses also what reads memory past the operators."""
+        """Also refuses methods that read memory without an operator."""
         value, given = args[0] if args else None, kwargs or {}
         if func in _OF_MEMORY and isinstance(value, cls):
             if not value.is_whole:
@@ -192,7 +192,8 @@ class ShardedValue(Tensor):
         _refuse_part("Pickling, for example by torch.save,")
 
     def __create_write_items__(self, fqn: str, object: object) -> list[Any]:
-        """For DCP: what this rank writes, values in low precision as those that they mean."""
+        """For DCP: what this rank writes; values in low precision are written as the numbers that
+        they stand for."""
         if not self.writes:
             return []
         self.parts = [as_plain(part) for part in self.parts]
@@ -240,7 +241,7 @@ class TorchParams:
     groups: Sequence[MutableMapping[str, Any]]  # the live param groups; their "params" are not read
     data: Group  # the data-parallel group
     everyone: Group  # all ranks that load together
-    # by name the shape of each param without elements, of which no buffer knows
+    # shapes of the params without elements, by name; no buffer has them
     empty: Mapping[str, Sequence[int]]
 
     @cached_property
@@ -308,14 +309,14 @@ def moments_to_begin(optimizer: ShardedOptimizer, number: int) -> set[str]:
 
 
 def first_state(optimizer: ShardedOptimizer, number: int, group: Options) -> FirstState:
-    """The first state in a group that has these options. Where a class does not begin with zeros,
-    a trial step says it."""
+    """The first state in a group that has these options. If a class does not begin with zeros, a
+    trial step finds out."""
     has_owners = optimizer.plan.choice.updates_whole_params
     if has_owners or _begins_with_zeros(optimizer, number, group):
         return FirstState(_zeros(optimizer, number, group))
     param = torch.zeros(3, device=optimizer.device)
-    # With what the class itself has written since then, such as a count, it would go on and not
-    # begin.
+    # Only options that were given: what the class has written since, such as a count, would not be
+    # that of a first step.
     given = optimizer.plan.groups[number].options
     options = {key: copy.deepcopy(group[key]) for key in given if key in group}
     with undisturbed(optimizer.device):
@@ -468,8 +469,8 @@ class StateByParam(MutableMapping[Parameter, dict[str, Any]]):
         return bool(pieces) and bool(inner.state.get(pieces[0].flat.main))
 
     def __bool__(self) -> bool:
-        """True also without entries: torch makes a step where it finds no state, and in a step
-        ranks meet."""
+        """True even without entries, because torch makes a step where it finds no state, and a step
+        is collective."""
         return True
 
 

@@ -44,7 +44,8 @@ LOSS_SCALE_NAMES = {
     "growth_tracker": "good_steps",
     "hysteresis_tracker": "tolerated",
 }
-#: Of what owners of whole params keep: the part of the param, and the place in its state.
+#: The kind of a tensor that the owner of a whole param keeps: the part of the param, and the place
+#: in its state.
 _OWNED_KIND = re.compile(r"owned:((?:\d+of\d+:)?)(.*)", re.DOTALL)
 
 
@@ -79,14 +80,14 @@ class WholeModel:
     """The model as all ranks together have it."""
 
     shares: Sequence[Share]  # of this rank, one for each optimizer; at least one
-    #: Makes one name of the names that all hosts have for a param. Names that become equal within
-    #: one checkpoint or model are compared as they are.
+    #: Maps the names that different hosts have for a param to one name. Names that become equal
+    #: within one checkpoint or model are compared as they are.
     canonical: Callable[[str], str] = without_wrappers
     # names of params that do not train here; a checkpoint may hold them
     frozen: frozenset[str] = frozenset()
     # host and sizes of groups, for the manifest
     about: Mapping[str, str | int] = field(default_factory=dict)
-    # without a checkpoint of it, for errors
+    # what to do without a checkpoint, for errors
     from_weights: str = "start from its weights with a new optimizer"
     # options of param groups that a load leaves as the run has them
     kept_options: frozenset[str] = frozenset()

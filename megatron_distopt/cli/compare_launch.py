@@ -38,14 +38,14 @@ _RAISED = re.compile(
     r"^(?P<rank>(?:\[[^\]\n]*\]:? ?)*) {2,}\S.*\n(?P=rank)(?P<text>[A-Za-z_][\w.]*(?:: .*)?)$",
     re.MULTILINE,
 )
-#: Exceptions of ranks and launchers that only met the end of another rank.
+#: Exceptions of ranks and launchers that only report the end of another rank.
 _CONSEQUENCE = re.compile(
     "ChildFailedError|CalledProcessError|DistBackendError|DistNetworkError|Broken pipe|"
     "Connection (closed|reset|refused)|has ended|ended by"
 )
-#: Of a process that a signal ended, as launchers write it.
+#: How launchers report a process that was ended by a signal.
 _KILLED = re.compile(r"(?:exit ?code *|return code )[:=] *-(\d+)")
-#: What a parser of arguments and our runner say without a traceback.
+#: Errors that argument parsers and our runner print without a traceback.
 _REFUSED = re.compile(r"^(?:\[.*?\]:?\s*)*(.*: error: .*|megatron_distopt: .*)", re.MULTILINE)
 #: Below this a folder counts as full: less than what one iteration writes.
 _FULL_NBYTES = 1 << 20
@@ -117,7 +117,7 @@ def train(
     time.
 
     Args:
-        nudge: by which part of itself the learning rate is larger.
+        nudge: relative increase of the learning rate.
     """
     folder, console = Path(tempfile.mkdtemp(dir=scratch)), Console(stderr=True, highlight=False)
     environment = {

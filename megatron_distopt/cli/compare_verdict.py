@@ -42,7 +42,7 @@ from megatron_distopt.plugin.recording import RecordedParam
 
 # --- bounds at equal weights; relative where nothing else is said
 
-#: From 1 to the next number of fp32.
+#: The distance from 1 to the next number of fp32.
 _FP32_EPSILON = 2.0**-23
 #: A norm: the last bits of a sum of squares that fp32 adds up over many elements and ranks.
 _NORM_ROUNDING = 2.0**-16
@@ -51,7 +51,7 @@ _LOSS_ROUNDING = 8 * _FP32_EPSILON
 #: An element of an update: two roundings of the weight, and of the step twice that of the norm that
 #: clips it.
 _OF_WEIGHT, _OF_STEP = 2 * _FP32_EPSILON, 2 * _NORM_ROUNDING
-#: Elements that may differ by more, in any param: there is chance in few.
+#: Number of elements that may differ by more, in any param, because a few can by chance.
 _ANY_DIFFER = 3
 #: By how many numbers of 16 bits few elements may be off together: near 0, where numbers are close
 #: to each other, rounding moves one by as many as there are in a power of 2 of bf16.
@@ -69,8 +69,8 @@ _SHARE_VECTOR = 0.5
 _ITERATIONS_OF_GROWTH = 20
 #: What one rounding of a weight does to loss and norm, of that rounding: it is one of many.
 _OF_EPSILON = 1 / 8
-#: How many times as far apart ours may be as the host's own runs, and those as the bounds say: one
-#: draw of noise is no bound.
+#: How many times as far apart our run may be as the host's own runs, and these as the bounds: a
+#: single sample of noise is no bound.
 TIMES = 4.0
 #: The same of main params, where no sum evens out noise: one weight that rounds otherwise
 #: moves them ten times as far, and more, in each of the first updates, and when one does is chance.
@@ -126,7 +126,8 @@ def judge(own: RecordedRun, ours: RecordedRun, *hosts_others: RecordedRun) -> tu
         hosts_others: further runs of the host that differ from `own` by rounding alone.
 
     Raises:
-        ConfigError: the runs are no comparison: another training, or one without an update.
+        ConfigError: the runs cannot be compared: they are different trainings, or no update was
+            made.
     """
     _check_updates(own)
     found = differences(own, ours)

@@ -51,7 +51,7 @@ class _Pair:
     """A tensor that both checkpoints have."""
 
     key: str  # in the first
-    note: str  # how dtypes and shapes differ; empty where they do not
+    note: str  # how dtypes and shapes differ; empty where they are equal
     # of the rows that both have; of no element where the shapes differ otherwise
     difference: Difference
 

@@ -169,8 +169,8 @@ def _variables(switch: Switch) -> Iterator[Finding]:
 
 
 def _entry_points(points: Sequence[PatchPointInSource]) -> Iterator[Finding]:
-    """Checks that a patched fork finds the entry point; without it, it would train with its own
-    optimizer unnoticed."""
+    """Checks that a patched fork finds the entry point; without the entry point, the fork would
+    silently train with its own optimizer."""
     is_patched = any(point.is_patched for point in points)
     if any(entry.value == _OUR_ENTRY_POINT for entry in entry_points(group=GROUP)):
         use = "it is not used until megatron-distopt patch --apply FORK"

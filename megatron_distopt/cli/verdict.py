@@ -1,4 +1,4 @@
-"""What `compare` says about two runs: that they are the same, or from where on they are not and
+"""What `compare` says about two runs: that they are the same, or where they begin to differ and
 where to look.
 
 The order in which things differ tells causes apart. A step computes gradients from params and data,
@@ -17,7 +17,7 @@ class Outcome(Enum):
 
     SAME = 0
     DIFFERENT = 1
-    #: The runs do not tell: the host's own differ as much, or did not run.
+    #: The runs do not decide it: the host's own runs differ as much, or did not run.
     NONE = 3
 
 

@@ -157,8 +157,7 @@ def non_finite(tensor: Tensor) -> Tensor:
     if not tensor.is_floating_point():
         return none
     wide = tensor if tensor.element_size() > 1 else tensor.float()  # float8 cannot be added up
-    # inf and nan never leave a sum again, and a sum is one pass without a copy; one that overflows
-    # is looked at again.
+    # A sum shows any inf or nan in one pass without a copy; a sum that overflows is checked again.
     if math.isfinite(wide.sum(dtype=torch.float32).item()):
         return none
     return torch.isfinite(wide).logical_not_().nonzero()

@@ -91,8 +91,8 @@ def with_step(head: Manifest, resume_step: int | None, where: object) -> Manifes
 
 
 def check_step(head: Manifest, where: object) -> None:
-    """Whether a run can go on from it; to look at, a file that lost its update count is as good as
-    any."""
+    """Checks that a run can continue from it. A file that lost its update count can be inspected,
+    but not trained from."""
     is_lost = any(group.step is None for group in head.groups)
     if head.inner == _ADAM and is_lost:
         raise no_step(where)
@@ -127,7 +127,7 @@ def cut(placement: Placement, dtype: torch.dtype, read: Callable[[Box], Tensor])
 
 def check_rounds(main: Tensor, model: Tensor, name: str, where: object, remedy: str) -> None:
     """Refuses a main param whose values, rounded to the model's dtype, are not the model param's:
-    the state belongs to another model, or was found at a wrong place."""
+    such a state belongs to another model, or was read from a wrong place."""
     numbers = torch.finfo(model.dtype)
     rounded = main.view(model.shape).to(model.dtype)
     is_alike = torch.isclose(rounded, model, rtol=numbers.eps, atol=numbers.tiny, equal_nan=True)

@@ -162,7 +162,7 @@ def _check_fits(source: Source, src: Path, to: str) -> None:
         )
     if to == "torch":
         return
-    # An optimizer of a fork would take the momentum of Muon for that of SGD.
+    # A fork's optimizer would mistake Muon's momentum for that of SGD.
     of_muon = [
         name
         for group in source.head.groups

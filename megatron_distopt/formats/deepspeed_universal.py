@@ -57,7 +57,7 @@ def is_zero(path: Path) -> bool:
 
 
 def refuse_zero(path: Path) -> NoReturn:
-    """Raises the error for the files of ZeRO, which DeepSpeed itself puts together."""
+    """Raises the error for the files of ZeRO, which only DeepSpeed itself can put together."""
     folder = _folder_of(path, _LATEST_ZERO)
     raise CheckpointError(
         f"Checkpoint {folder} holds the files of DeepSpeed's ZeRO, one for each rank, which must "
@@ -127,8 +127,8 @@ class _Folder:
         return tensor.view(shape) if is_flat else tensor
 
     def step(self, name: str) -> Mapping[str, Any]:
-        """Updates of a param so far, under "step"; empty where they are not counted for each
-        param."""
+        """The number of updates of a param under the key "step"; empty where it is not kept for
+        each param."""
         path = self.path / _ZERO / name / f"{_STEP}.pt"
         return {_STEP: load_file(path)} if path.is_file() else {}
 

@@ -92,7 +92,8 @@ class Inert:
         self.__dict__.update(state if isinstance(state, Mapping) else {"state": state})
 
     def __reduce__(self) -> tuple[type[Inert], tuple[Any, ...]]:
-        """As a member of an enum, which is pickled by its value; `_Pickler` refuses all others."""
+        """Pickles it like a member of an enum, by its value; `_Pickler` refuses all other
+        stand-ins."""
         return type(self), self.arguments
 
 
@@ -138,7 +139,7 @@ _WRITABLE: dict[str, Any] = {
 
 
 def attribute(thing: Any, name: str, default: Any = None) -> Any:
-    """What the file says of an object; the default where it says nothing."""
+    """An attribute of an object in the file; the default where it has none."""
     return (
         vars(thing).get(name, default)
         if isinstance(thing, (Inert, argparse.Namespace))
@@ -155,7 +156,7 @@ def load_file(source: Path | io.BytesIO, what: str = "") -> Any:
     """Reads a file of another software, or of `save_whole`; tensors are read when their values are
     used.
 
-    Of what is in memory already `what` is the name in errors.
+    `what` names the source in errors, if it is in memory already.
     """
     what = what or f"File {source}"
     try:
@@ -271,8 +272,9 @@ def load_metadata(path: Path) -> Inert:
 def understood(
     where: Path, rule: str, remedy: str = "Give a checkpoint as it was written"
 ) -> Iterator[None]:
-    """Turns what missing keys and other types raise into a refusal; `rule` is what a checkpoint
-    must be."""
+    """Turns what missing keys and other types raise into a `CheckpointError`, which goes on with
+    "It must {rule}. {remedy}."
+    """
     try:
         yield
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -306,8 +308,8 @@ def save_whole(state: Mapping[Any, Any], path: Path) -> None:
         ) from error
 
 
-class _Pickler(pickle._Pickler):  # Python's own, because C's cannot be taught another class
-    """Writes an enum of a fork by the name of its class, and no other stand-in."""
+class _Pickler(pickle._Pickler):  # the pickler in Python, because the one in C cannot be extended
+    """Writes enums of a fork by the names of their classes, and refuses other stand-ins."""
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
         if not (isinstance(obj, type) and issubclass(obj, Inert)):

@@ -183,8 +183,8 @@ def load_any(
 
 
 def _loadable(path: Path, resume_step: int | None) -> Loadable:
-    """With every tensor as one chunk. What a plan needs is read before any state changes, so that
-    damage is found."""
+    """A source as what can be loaded, with every tensor as one chunk. What a plan needs is read
+    before any state changes, so that damage is found in time."""
     source = open_any(path, resume_step=resume_step)
     check_step(source.head, path)
     check_groups(source.head.groups, str(path))

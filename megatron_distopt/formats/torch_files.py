@@ -52,14 +52,14 @@ class DcpFolder:
     folder: Path
     files: tuple[str, ...]  # their names
     tensors: Mapping[str, TensorRecord]  # by key, in the order in which they were saved
-    objects: Mapping[str, Chunk]  # everything else, by key; boxes mean nothing
+    objects: Mapping[str, Chunk]  # everything else, by key; their boxes have no meaning
 
     def read_box(self, key: str, box: Box) -> Tensor:
         """A part of a tensor; what lies elsewhere is not read."""
         return read_chunks(self.folder, self.files, key, self.tensors[key], box)
 
     def read_object(self, key: str) -> Any:
-        """An object that is no tensor."""
+        """An object that is not a tensor."""
         stored = self.objects[key]
         path = self.folder / self.files[stored.file]
         with disk.refused(f"read file {path}", DAMAGED), open(path, "rb") as file:

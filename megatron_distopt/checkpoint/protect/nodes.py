@@ -1,9 +1,9 @@
 """Which ranks share the memory of a node, and which rank of another node keeps a second copy of
 what a rank owns.
 
-A node is what sees one folder: its ranks read there the id that the first of them wrote. Nodes form
-a ring, in the order of their lowest ranks; the second copy goes to the next one, to the rank of the
-same place there.
+Ranks that see the same folder are on one node: they read in it the id that the first of them wrote.
+Nodes form a ring, in the order of their lowest ranks; the second copy goes to the next one, to the
+rank of the same place there.
 """
 
 from __future__ import annotations

@@ -69,8 +69,7 @@ class _Copying:
 
 
 class Protection:
-    """Collective: what `protect_every` asks for, for the model of `whole`; called around each step
-    as a hook.
+    """Collective: takes the snapshots that `protect_every` asks for; a hook around each step.
 
     Args:
         every: steps between two snapshots.
@@ -294,7 +293,7 @@ class Protection:
             thread.join(_SECONDS_AT_EXIT)
 
     def _at_exit(self) -> None:
-        """Frees the memory of a run that has ended, because another one would go on from its end,
+        """Frees the memory of a run that has ended, because the next run would continue from it,
         and notes for the next start how it ended."""
         self.finish()
         # Megatrons leave without an error where they cannot load
@@ -305,8 +304,8 @@ class Protection:
                 note_end(self.folder, self._freed(self._last_step))
 
     def _freed(self, step: int) -> str:
-        """Removes the snapshots where the script came to its end; what the next start says of
-        it."""
+        """Removes the snapshots if the script came to its end; returns what the next start says
+        about it."""
         if self._sigterm.is_set() or not came_to_its_end(self._script):
             return (
                 f"it is not known whether the run before had ended at step {step}, as after "

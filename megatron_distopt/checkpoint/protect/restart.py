@@ -2,8 +2,8 @@
 sizes the run has.
 
 Nothing of the running state changes before every file that is needed is on the node that reads it,
-with the bytes that its rank once wrote. A damaged copy is left to the other node's, a damaged or
-incomplete snapshot to the one before it.
+with the bytes that its rank once wrote. In place of a damaged copy the other node's is used, and in
+place of a damaged or incomplete snapshot the one before it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Resumed:
     """What a run goes on from."""
 
     step: int  # number of steps that were done
-    # what this rank's `state` returned then; that of rank 0 where the parallel sizes are others now
+    # what this rank's `state` returned then; that of rank 0 if the parallel sizes have changed
     state: Any
     is_same_size: bool  # whether the parallel sizes are those of the run that was saved
 

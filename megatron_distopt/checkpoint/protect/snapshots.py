@@ -41,7 +41,7 @@ _NAME = re.compile(r"(\d{10})-([0-9a-f]{8})")
 _RECORD = re.compile(r"[0-9a-f]{8}-(\d{5,})\.part")
 #: The file that says how a run ended.
 ENDED = "ended"
-#: In what a manifest says about a run.
+#: Keys of `Manifest.about`.
 NUM_RANKS, FORM = "snapshot_ranks", "snapshot_form"
 
 
@@ -101,8 +101,8 @@ def held(base: Path) -> dict[Snapshot, list[int]]:
 
 
 def keep_only(base: Path, kept: Iterable[Snapshot]) -> None:
-    """Removes all other snapshots, and what the run before said of its end, which is none any
-    more."""
+    """Removes all other snapshots, and the note about the end of the run before, which now
+    continues."""
     names = {snapshot.folder(base).name for snapshot in kept}
     for folder in base.iterdir():
         if _NAME.fullmatch(folder.name) and folder.name not in names:

@@ -1,7 +1,7 @@
 """Files between the memories of two nodes, through gloo groups of two ranks that nothing else uses.
 
-They take the network that the user has set for gloo, and threads use them while training
-communicates in its own groups. Bytes are checked while they arrive.
+They use the network that the user has set for gloo. Threads use them while training communicates in
+its own groups. Bytes are checked while they arrive.
 """
 
 from __future__ import annotations

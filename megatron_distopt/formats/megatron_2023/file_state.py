@@ -63,7 +63,7 @@ class FileGroup:
 class ForkEntries:
     """What is taken from a fork's files as it is."""
 
-    # options, with keys that mean nothing to anybody else
+    # options, including keys that only the fork understands
     groups: tuple[Mapping[str, Any], ...] = ()
     grad_scaler: Mapping[str, Any] | None = None
     #: The scheduler, which forks save with the model or the optimizer.
@@ -165,13 +165,13 @@ def groups_by_rule(file: ModelFile, groups: Sequence[Mapping[str, Any]]) -> tupl
 
 
 def _turn(record: GroupRecord) -> tuple[bool, bool]:
-    """A fork makes groups that decay first, and of these those without a factor of the learning
-    rate."""
+    """Orders groups as a fork makes them: groups that decay first, and among these, groups without
+    a factor of the learning rate first."""
     return not group_decays(record.options), record.options.get("lr_mult", 1.0) != 1.0
 
 
 def _options_to_write(record: GroupRecord, entries: ForkEntries) -> dict[str, Any]:
-    """With the keys of the fork's own inner optimizer, where its files say them."""
+    """Adds the keys of the fork's own inner optimizer, where its files have them."""
     options = {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in record.options.items()
@@ -262,8 +262,8 @@ def _read(parts: _Parts, kind: str, info: TensorRecord, box: Box) -> Tensor:
 
 
 def _check_same(local: Tensor, whole: Tensor, part: FileState, number: int) -> None:
-    """A param that was taken for one that all ranks hold, and is cut, would be lost but for its
-    first part."""
+    """Checks that ranks hold the same values of a param that was taken for a replicated one: if it
+    were split, all but its first part would be lost."""
     distance = torch.linalg.vector_norm(local - whole)
     size = torch.linalg.vector_norm(whole)
     is_same = distance <= _LARGEST_DRIFT * size
@@ -337,8 +337,8 @@ class Slices:
         return last[1]
 
     def cut(self, kind: str, number: int, span: Span | None) -> Tensor:
-        """The same, or a copy of some of its elements, 1-D: a view would be saved with everything
-        that it is a view of."""
+        """Like `read`, or a 1-D copy of some of its elements. It is a copy because a view would be
+        saved with the whole tensor behind it."""
         values = self.read(kind, number)
         if span is None:
             return values

@@ -86,8 +86,7 @@ def gathered_state(
 
 
 def moments_in_file(kept: Iterable[str], *, is_adam: bool) -> list[str]:
-    """Which moments are in a file, in order, from those that are kept; Adam's are there before the
-    first update."""
+    """The moments that a file holds, in order. Adam's are in it even before the first update."""
     return sorted(kept) or list(_ADAM if is_adam else ())
 
 
@@ -141,7 +140,7 @@ class GatheredFile:
 
 
 def _table(table: object, key: object) -> Mapping[Any, Any]:
-    """What a file has under a key; nothing where it has anything but a table there."""
+    """The table that a file has under a key; empty where it has something else."""
     found = table.get(key) if isinstance(table, Mapping) else None
     return found if isinstance(found, Mapping) else {}
 

@@ -76,7 +76,8 @@ class ParamEntry:
         return ({} if self.main is None else {MAIN: self.main}) | self.moments
 
     def check_numbers(self, origin: Origin) -> None:
-        """Refuses a number that is kept for the param beside an update count: it would be lost."""
+        """Refuses a number that is kept once for the param, other than an update count, because it
+        would be lost."""
         for key, value in self.state.items():
             if torch.is_tensor(value) and value.dim() == 0 and key != "step":
                 raise CheckpointError(
@@ -101,7 +102,7 @@ class OptimizerEntry:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it is of an optimizer that had updated anything."""
+        """Whether the optimizer that saved it had made an update."""
         return any(self.inner["state"].values())
 
     def params(self, place: int, expected: Sequence[ExpectedParam]) -> Iterator[ParamEntry]:

@@ -18,7 +18,7 @@ class Origin:
     """Where a state comes from, for errors."""
 
     what: str  # the state and its file, if that is known, as a sentence begins with it
-    remedy: str  # what to do where it does not fit
+    remedy: str  # what to do if it does not fit
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,8 @@ class SavedShard:
 def in_order(
     name: str, span: Span, parts: Iterable[SavedShard], origin: Origin
 ) -> list[SavedShard]:
-    """What ranks saved of these elements of a param, checked: all of them, and the same kinds."""
+    """The shards of these elements of a param in order, after checking that they are complete and
+    hold the same kinds."""
     found = sorted(parts, key=lambda part: part.in_param.start)
     starts = [part.in_param.start for part in found]
     stops = [part.in_param.stop for part in found]

@@ -74,7 +74,7 @@ def refuse_nameless(path: Path) -> NoReturn:
 
 @dataclass(frozen=True)
 class OptimizerPlace:
-    """Which optimizer of a run is asked for, and what its buffers are like."""
+    """Which optimizer of a run is opened, and how its buffers are laid out."""
 
     folder: str  # of its model-parallel rank, such as "mp_rank_00_001"
     chain: int  # its number in the chain of optimizers
