@@ -162,9 +162,9 @@ class BackgroundSaver:
                 self._staging = Staging(nbytes, next(devices, torch.device(CPU)))
             except RuntimeError as error:
                 raise CheckpointError(
-                    f"There is no memory of {nbytes // 10**6} MB for async_save to copy this "
-                    f"rank's optimizer state into ({error}). Leave async_save out, or free that "
-                    "much memory."
+                    f"async_save needs {nbytes // 10**6} MB to copy this rank's optimizer state, "
+                    f"and that much memory cannot be allocated ({error}). Leave async_save out, "
+                    "or free memory."
                 ) from error
         return replace(contribution, tensors=self._staging.copy(tensors))
 

@@ -226,7 +226,7 @@ def _check_options(params: TorchParams, groups: Sequence[Options]) -> None:
             whose = ["another optimizer", "Muon"]
             got, wanted = whose if is_muons_group(current) else whose[::-1]
             raise CheckpointError(
-                f"The state {place} is that of {got}, and must be that of {wanted}. Resume with "
+                f"The state {place} comes from {got}, and must come from {wanted}. Resume with "
                 "the optimizer of the saved run, or start from its weights with a new one."
             )
 

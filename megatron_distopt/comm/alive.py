@@ -157,8 +157,8 @@ class LifeSigns:
                         "probably lost"
                     )
                 _log.warning(
-                    "Lost ranks are no longer noticed, because torch's store ended with the "
-                    "first ranks that ended."
+                    "Lost ranks are no longer noticed, because torch's store ended when the "
+                    "first ranks did."
                 )
                 return
 

@@ -72,10 +72,10 @@ def known_step(known: Iterable[int | None], given: int | None, where: object) ->
 def no_step(where: object) -> CheckpointError:
     """The error where Adam cannot go on without a count."""
     return CheckpointError(
-        f"There is no update count in {where}, because torch's Adam keeps it where this file "
-        "layout does not save it, and Adam needs one. Write --distopt-resume-step N for the run "
-        "that loads it, or --resume-step N for megatron-distopt convert. N is the number of "
-        "updates so far (iterations without skipped ones)."
+        f"There is no update count in {where}. This file layout does not save the count of "
+        "torch's Adam, which needs it to continue. Write --distopt-resume-step N for the run "
+        "that loads it, or --resume-step N for megatron-distopt convert, where N is the number "
+        "of updates so far (iterations without skipped ones)."
     )
 
 
