@@ -22,7 +22,7 @@ TELEGRAMS = {
     r"\bhas not\b(?! been)": "3 params that the model has not.",
     r"\bmust be of (it|them)\b": "3 params, which must be of it.",
     r"\bnobody\b": "An option that nobody knows.",
-    r"\bReport this\b": "Two tensors overlap. Report this.",
+    r"\bReport this\.": "Two tensors overlap. Report this.",
 }
 #: Folders in which no message may be one.
 WITHOUT_TELEGRAMS = ("checkpoint/", "cli/", "comm/", "formats/")

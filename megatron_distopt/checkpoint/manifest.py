@@ -117,7 +117,7 @@ def join(parts: Sequence[Manifest]) -> Manifest:
                 one, other = (f"{each.dtype} {list(each.shape)}" for each in (record, known))
                 raise CheckpointError(
                     f"Tensor {key!r} is {one} on one rank and {other} on another, and must be the "
-                    "same on all ranks. This is a bug of the package: please report it."
+                    "same on all ranks. Report this as a bug."
                 )
             moved = (replace(chunk, file=chunk.file + len(files)) for chunk in record.chunks)
             chunks.setdefault(key, []).extend(moved)
@@ -129,7 +129,7 @@ def join(parts: Sequence[Manifest]) -> Manifest:
         if key_of(MAIN, name) not in tensors:
             raise CheckpointError(
                 f"No rank has written param {name!r}, although one of the ranks that hold it "
-                "must. This is a bug of the package: please report it."
+                "must. Report this as a bug."
             )
     check_names_once((*groups, *resting), "the checkpoint that is being saved")
     return replace(parts[0], files=tuple(files), tensors=tensors, groups=groups, resting=resting)

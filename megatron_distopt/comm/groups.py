@@ -105,8 +105,7 @@ class Group:
         handle = self.handle or dist.group.WORLD
         if handle is None:
             raise InvariantError(
-                "torch.distributed ended before the last collective. This is a bug of the package: "
-                "please report it."
+                "torch.distributed ended before the last collective. Report this as a bug."
             )
         return handle
 

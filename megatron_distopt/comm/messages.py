@@ -71,8 +71,7 @@ def _begun(
         work = begin(parcel.tensor, rank, group.handle, tag)
     if work is None:  # torch's way to say that this process is not in the group
         raise InvariantError(
-            "This rank is not in the process group over which it communicates. This is a bug of "
-            "the package: please report it."
+            "This rank is not in the process group that it communicates over. Report this as a bug."
         )
 
     def wait() -> None:
