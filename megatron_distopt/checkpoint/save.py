@@ -189,8 +189,8 @@ class Saving:
             if failure.exists():
                 text = failure.read_text(encoding="utf-8", errors="replace")
                 raise CheckpointError(
-                    f"Rank {rank} could not save: «{text}». All ranks must succeed. Fix what that "
-                    "rank reports."
+                    f"The save failed, because rank {rank} raised «{text}». Fix what that rank "
+                    "reports."
                 )
             if is_hopeless() if is_hopeless is not None else should_have_appeared(start):
                 raise CheckpointError(

@@ -118,8 +118,9 @@ def _check_finished(folder: Path) -> None:
     if num_files and not (folder / ".metadata").exists():
         earlier = next((each.parent for each in finished_iterations(folder)), "an earlier one")
         raise CheckpointError(
-            f"The save into {folder} did not finish: it has {files} and no {MANIFEST}. Wait if a "
-            f"run is saving there now; if that run has died, take {earlier}."
+            f"The save into {folder} did not finish: it has {files} and no {MANIFEST}. "
+            "Wait if a run is saving there now. "
+            f"If that run has died, take {earlier}."
         )
 
 

@@ -180,7 +180,7 @@ def load_file(source: Path | io.BytesIO, what: str = "") -> Any:
     except Exception as error:  # whatever a damaged or malicious file makes torch raise
         first_line = (str(error) or repr(error)).splitlines()[0].rstrip(". ")
         raise CheckpointError(
-            f"{what} is damaged, and reading it failed with: {first_line}. {_REMEDY}"
+            f"{what} is damaged: reading it failed with {first_line}. {_REMEDY}"
         ) from error
 
 

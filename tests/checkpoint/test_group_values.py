@@ -243,7 +243,7 @@ def test_load_when_frozen_params_of_one_group_were_in_several_then_refused(tmp_p
     with pytest.raises(CheckpointError) as caught:
         resumed.load(tmp_path)
 
-    for part in ("'0.bias'", "'0.weight'", "different groups"):
+    for part in ("'0.bias'", "'0.weight'", "groups of different options"):
         assert part in str(caught.value), caught.value
     assert resumed.param_groups[0]["lr"] == 0.1, "nothing is changed"
 

@@ -773,7 +773,7 @@ def test_open_any_when_another_count_is_given_then_it_is_refused(kind: str, tmp_
     if kind == "ours":
         path = convert(path, tmp_path / kind, "distopt").path
     _check_refused(
-        lambda: open_any(path, resume_step=7), path, "{}", " 10 ", " 7. ", "Drop --resume-step"
+        lambda: open_any(path, resume_step=7), path, "{}", " is 10", " is 7. ", "Drop --resume-step"
     )
     assert {group.step for group in open_any(path, resume_step=10).head.groups} == {10}
 

@@ -131,7 +131,8 @@ class OptimizerEntry:
                 if tuple(tensor.shape) != each.shape:
                     raise CheckpointError(
                         f"{self.origin.what} holds a tensor of shape {list(tensor.shape)} for "
-                        f"{each.name!r}, whose shape is {list(each.shape)}. {self.origin.remedy}."
+                        f"{each.name!r}, whose shape is {list(each.shape)}. "
+                        f"{self.origin.remedy}."
                     )
             yield saved
 
