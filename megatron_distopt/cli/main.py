@@ -36,9 +36,9 @@ _PATCH = f"""Lets a fork find this package by itself. It adds {len(BLOCK)} marke
 fork's get_megatron_optimizer, which ask for installed packages that register an optimizer factory.
 The place is found in the syntax tree, so this also works on a fork that has drifted. Exit status 0
 if the patch is applied or can be, 1 if not."""
-_COMPARE = """Runs the first iterations of a training with the host's optimizer and with this
-one, and says whether they are equal to the bit, equal but for rounding, or where they begin to
-differ. LAUNCH LINE starts with torchrun, deepspeed or python. No checkpoint is read or written.
+_COMPARE = """Runs the first iterations of a training with the host's optimizer and with this one,
+and says whether they are equal to the bit, equal but for rounding, or where they begin to differ.
+LAUNCH LINE starts with torchrun, deepspeed or python. No checkpoint is read or written.
 The results are in compare.json and compare.png. Exit status 0 if the runs are the same, 1 if not,
 3 if there is no verdict, because the host's own run did not run or cannot be repeated."""
 _CHECKPOINT = """CKPT is the folder of a checkpoint, its manifest.json, an iteration, or the

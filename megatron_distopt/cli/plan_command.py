@@ -46,7 +46,7 @@ The model is a Megatron GPT. docs/plan.md says what each figure means."""
 
 _SIZES = (
     ("--layers", "transformer layers, all stages together"),
-    ("--hidden", "width"),
+    ("--hidden", "width of the model"),
     ("--vocab", "tokens, padded to a multiple of 128 times tp as in Megatron"),
     ("--heads", "attention heads; needed if there are fewer heads of keys"),
     ("--kv-heads", "heads of keys and values, if there are fewer"),
@@ -63,7 +63,11 @@ _SWITCHES = (
     ("--rms", {"is_rms": True}, "RMSNorm"),
     ("--rotary", {"is_rotary": True}, "no learned positions"),
     ("--no-bias", {"has_bias": False}, "linear layers without a bias"),
-    ("--qkv-bias", {"has_qkv_bias": True}, "but a bias for queries, keys and values"),
+    (
+        "--qkv-bias",
+        {"has_qkv_bias": True},
+        "queries, keys and values have a bias even with --no-bias",
+    ),
     ("--untied", {"is_tied": False}, "the output layer has a weight of its own"),
     (
         "--tied",
@@ -97,16 +101,18 @@ def add_arguments(command: argparse.ArgumentParser, count: Callable[[str], int])
         )
     group = command.add_argument_group("choice")
     for name in ("data", "tensor", "pipeline", "expert"):
-        flag, text = f"--{name[0]}p", f"{name}-parallel size; 1"
+        flag, text = f"--{name[0]}p", f"{name}-parallel size; default 1"
         group.add_argument(flag, type=count, default=1, metavar="N", help=text)
     for flag, words, default, text in _FORMS:
-        group.add_argument(flag, choices=tuple(words), default=default, help=f"{text}; {default}")
+        group.add_argument(
+            flag, choices=tuple(words), default=default, help=f"{text}; default {default}"
+        )
     text = (
         "fraction of the state of 16-bit params that is kept on the host, by whole buckets and "
-        "in fp32; 0"
+        "in fp32; default 0"
     )
     group.add_argument("--offload-fraction", type=float, default=0.0, metavar="F", help=text)
-    text = "keep averages of the main params in fp32, with any decay such as 0.999; none"
+    text = "keep averages of the main params in fp32, with any decay such as 0.999; default none"
     group.add_argument("--ema-decay", type=float, metavar="D", help=text)
     text = (
         "elements of a bucket, or auto for what runs with overlap choose; default one bucket a "
