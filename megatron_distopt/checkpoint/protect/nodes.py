@@ -72,7 +72,7 @@ class Nodes:
 def find_nodes(folder: Path, everyone: Group) -> Nodes:
     """Collective: which ranks see the same folder, which is made where it is missing."""
     found = exchange_together(
-        lambda: (_id_of(folder), secrets.token_hex(8)), everyone, "protect_folder"
+        lambda: (_id_of(folder), secrets.token_hex(8)), everyone, "set-up of protect_folder"
     )
     ids, names = zip(*found, strict=True)
     numbers = {each: number for number, each in enumerate(dict.fromkeys(ids))}
@@ -148,7 +148,7 @@ def lock(folder: Path, nodes: Nodes) -> int | None:
                 time.sleep(0.1)
         return None
 
-    return raise_together(locked, nodes.group, "protect_folder")
+    return raise_together(locked, nodes.group, "set-up of protect_folder")
 
 
 def check_space(folder: Path, nbytes: int, nodes: Nodes) -> None:
@@ -171,4 +171,4 @@ def check_space(folder: Path, nbytes: int, nodes: Nodes) -> None:
                 f"--shm-size={needed // 10**9 + 1}g or --ipc=host, or give another folder."
             )
 
-    raise_together(check, nodes.group, "protect_folder")
+    raise_together(check, nodes.group, "set-up of protect_folder")

@@ -130,7 +130,7 @@ def restore(
             f"{num_moved} of them brought to another node, "
             f"{time.monotonic() - start:.1f} s"
         )
-        others = [] if is_same else ["the parallel sizes are others now"]
+        others = [] if is_same else ["the parallel sizes have changed"]
         if (was := manifest.about.get(FORM)) not in (None, form_of(model)):
             others.append(f"the state was saved as {was} and continues as {form_of(model)}")
         _tell("; ".join((text, *others, *ended, *passed_over, *_in_brief(damages))), nodes)
