@@ -101,8 +101,8 @@ def exchange_together(check: Callable[[], T], group: Group, what: str = "start-u
     for rank, (text, _) in enumerate(records):
         if text:
             raise RanksDisagreeError(
-                f"During {what}, rank {group.global_rank(rank)} raised «{text}». All {group.size} "
-                "ranks must pass. Fix what that rank reports."
+                f"During {what}, rank {group.global_rank(rank)} raised «{text}». This must pass "
+                f"on all {group.size} ranks. Fix what that rank reports."
             )
     # there are values where nothing was raised
     return [value for _, value in records]  # type: ignore[misc]
@@ -131,7 +131,7 @@ def compare(fields: Sequence[Field], group: Group) -> None:
         numbers = ", ".join(str(group.global_rank(rank)) for rank in odd_ranks)
         raise RanksDisagreeError(
             f"Ranks differ in {field.what}: rank {group.global_rank(odd)} has {theirs} as item "
-            f"{number} where rank {group.global_rank(usual)} has {ours}. All {group.size} ranks "
-            f"must have the same. Start rank(s) {numbers} with the code and options of the "
+            f"{number} where rank {group.global_rank(usual)} has {ours}. They must be equal on "
+            f"all {group.size} ranks. Start rank(s) {numbers} with the code and options of the "
             f"others{field.remedy}."
         )

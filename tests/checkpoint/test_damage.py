@@ -567,7 +567,7 @@ def test_ranks_when_one_of_them_fails_or_dies_then_all_stop_and_the_old_checkpoi
     assert_mentions(second[0][1], str(damaged), f"CRC-32 {crc32:08x}", DAMAGED)
     assert_mentions(second[1][1], "'main/", "[Errno 28] No space left on device")
     for what, theirs, ours in zip(("load", "save"), first, second, strict=False):
-        assert_mentions(theirs[1], what, f"rank 1 raised «{ours[1]}»", "All 2 ranks")
+        assert_mentions(theirs[1], what, f"rank 1 raised «{ours[1]}»", "all 2 ranks")
     assert len(first) == 3 and "peer" in first[2][1]
     assert number_in(folder, World.of(TINY)) == 1
     assert all(name.endswith("-00001.distcp") for name in leftovers(folder))

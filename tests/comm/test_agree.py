@@ -263,7 +263,7 @@ def test_compare_when_ranks_differ_then_all_name_the_first_difference_and_the_mi
 ) -> None:
     for error, text in facts[name]:
         assert error == "RanksDisagreeError"
-        assert_mentions(text, f"field {field}", got, "All 3 ranks", f"Start rank(s) {odd} with")
+        assert_mentions(text, f"field {field}", got, "all 3 ranks", f"Start rank(s) {odd} with")
 
 
 def test_compare_when_all_fields_are_equal_then_nothing_is_raised(facts: Facts) -> None:

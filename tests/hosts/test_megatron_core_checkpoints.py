@@ -483,7 +483,7 @@ REFUSALS: dict[str, tuple[str, ...]] = {
     ),
     "text damaged on one rank": (
         "CheckpointError",
-        "manifest of the host: CRC-32",
+        "Manifest of the host has CRC-32",
         "Load an earlier checkpoint",
     ),
     "another model": (

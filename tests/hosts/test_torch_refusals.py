@@ -264,7 +264,7 @@ IN_ITS_PAIR = (
     "rank 2 has bias[2]",
     "Start rank(s) 3 with the code and options",
 )
-OF_PAIR = [(RanksDisagreeError, ("rank 2 refused", *IN_ITS_PAIR))] * 2 + [
+OF_PAIR = [(RanksDisagreeError, ("rank 2 raised", *IN_ITS_PAIR))] * 2 + [
     (RanksDisagreeError, IN_ITS_PAIR)
 ] * 2
 
