@@ -162,9 +162,9 @@ class BackgroundSaver:
                 self._staging = Staging(nbytes, next(devices, torch.device(CPU)))
             except RuntimeError as error:
                 raise CheckpointError(
-                    f"Invalid async_save: no memory of {nbytes // 10**6} MB for a copy of this "
-                    f"rank's optimizer state ({error}). Must have room for the copy. Leave "
-                    "async_save out."
+                    f"async_save needs {nbytes // 10**6} MB to copy this rank's optimizer state, "
+                    f"and that much memory cannot be allocated ({error}). Leave async_save out, "
+                    "or free memory."
                 ) from error
         return replace(contribution, tensors=self._staging.copy(tensors))
 
@@ -198,5 +198,5 @@ class BackgroundSaver:
         task.thread.join(_SECONDS_AT_EXIT)
         task.cancelled.set()
         if task.thread.is_alive() or task.error is not None:
-            what = task.error or f"not finished within {_SECONDS_AT_EXIT:.0f} s"
+            what = task.error or f"it did not finish within {_SECONDS_AT_EXIT:.0f} s"
             _log.error("checkpoint %s was not saved: %s", task.saving.folder, what)

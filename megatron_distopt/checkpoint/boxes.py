@@ -10,7 +10,7 @@ from megatron_distopt.layout import Box
 
 
 def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Finds two boxes that share elements; None where there are none.
+    """Finds two boxes that share elements; None where no two do.
 
     Boxes of a thousand ranks are separated dimension by dimension first, which leaves few to
     compare.
@@ -36,10 +36,10 @@ def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 def covering(
     wanted: Box, boxes: Sequence[Box], what: str, remedy: str
 ) -> Iterator[tuple[int, Box]]:
-    """Yields which of the disjoint boxes hold elements of a box, by number, and which elements.
+    """Yields the number of each of the disjoint boxes that overlaps `wanted`, and the elements in
+    both.
 
-    Raises after the last box, where elements of the tensor, which the error calls `what`, are
-    missing.
+    Raises after the last box if elements are missing. `what` begins the error: "Tensor 'x' in ...".
     """
     numel = 0
     for number, box in enumerate(boxes):
@@ -49,6 +49,6 @@ def covering(
             yield number, both
     if numel != wanted.numel:
         raise CheckpointError(
-            f"Invalid {what}: {numel} elements of {wanted}. Must hold all {wanted.numel}, each "
+            f"{what} holds {numel} elements of {wanted}, and must hold all {wanted.numel}, each "
             f"once. {remedy}."
         )

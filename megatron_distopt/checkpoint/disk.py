@@ -26,18 +26,17 @@ _NO_FOLDER_SYNC = (*_NO_FILE_SYNC, errno.EBADF, errno.EACCES, errno.EPERM)
 
 
 @contextmanager
-def refused(what: str, rule: str) -> Iterator[None]:
-    """Turns an error of the disk into a `CheckpointError` about what is read or written; `rule`
-    says what to do."""
+def refused(action: str, remedy: str) -> Iterator[None]:
+    """Turns an error of the disk into a `CheckpointError`: "Cannot ACTION: ERROR. REMEDY." """
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"Invalid {what}: {error}. Must {rule}.") from error
+        raise CheckpointError(f"Cannot {action}: {error}. {remedy}.") from error
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder and its parents, where they are missing. They are there after a power cut,
-    too."""
+    """Makes a folder and those of its parents that are missing, so that they survive a power
+    cut."""
     missing = [parent for parent in (path, *path.parents) if not parent.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for parent in missing:
@@ -150,8 +149,8 @@ def lock(path: Path) -> int | None:
     except BlockingIOError:
         os.close(descriptor)
         raise CheckpointError(
-            f"Invalid checkpoint {path.parent}: another run is saving there now. Must be written "
-            "by one run at a time. Give each run a folder of its own."
+            f"Another run is saving to checkpoint {path.parent} now, and only one run at a time "
+            "can save there. Give each run a folder of its own."
         ) from None
     except OSError:
         os.close(descriptor)

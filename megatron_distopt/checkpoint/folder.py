@@ -53,8 +53,8 @@ def new_save_id() -> str:
 
 
 def file_of(folder: Path, save_id: str, rank: int, suffix: str = "distcp") -> Path:
-    """A file of one rank: its tensors; for the rank that commits its manifest, "part", or why none
-    comes, "failed"."""
+    """A file of one rank: its tensors, or for the rank that commits, its manifest ("part") or the
+    reason why there is none ("failed")."""
     return folder / f"{save_id}-{rank:05d}.{suffix}"
 
 
@@ -76,10 +76,14 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        got = "no finished checkpoint" if isinstance(error, FileNotFoundError) else str(error)
+        got = (
+            f"it holds no finished checkpoint, because there is no {MANIFEST}"
+            if isinstance(error, FileNotFoundError)
+            else str(error)
+        )
         raise CheckpointError(
-            f"Invalid checkpoint {folder}: {got}. Must hold {MANIFEST}. Load an earlier "
-            "checkpoint, or start from the model's weights alone."
+            f"Checkpoint {folder} cannot be read: {got}. Load an earlier checkpoint, or start "
+            "from the model's weights alone."
         ) from None
     return from_text(text, str(path))
 
@@ -114,13 +118,13 @@ def check_complete(manifest: Manifest) -> None:
         numel, wanted = sum(chunk.box.numel for chunk in record.chunks), math.prod(record.shape)
         if numel != wanted or overlap([chunk.box for chunk in record.chunks]) is not None:
             got = (
-                f"{numel} elements written"
+                f"{numel} of its {wanted} elements were written"
                 if numel != wanted
-                else "elements written twice, others not at all"
+                else f"some of its {wanted} elements were written twice and others not at all"
             )
             raise CheckpointError(
-                f"Invalid tensor {key!r}: {got}. Must be written once, all {wanted} elements. Give "
-                "each param of the model a name of its own, and one rank that writes it."
+                f"Tensor {key!r} is not complete: {got}. Give each param of the model a name of "
+                "its own, and let one rank write it."
             )
 
 
@@ -131,13 +135,13 @@ def _check_there(folder: Path, file: FileRecord) -> None:
     try:
         # a network file system may show an old size of a file that is not open
         with path.open("rb") as opened:
-            got = f"{os.fstat(opened.fileno()).st_size} bytes"
+            got = f"has {os.fstat(opened.fileno()).st_size} bytes"
     except FileNotFoundError:
-        got = "not there"
-    if got != f"{file.nbytes} bytes":
+        got = "is not there"
+    if got != f"has {file.nbytes} bytes":
         raise CheckpointError(
-            f"Invalid file {path}: {got}. Must have the {file.nbytes} bytes that its rank wrote. "
-            "Let nothing else write or remove there."
+            f"File {path} {got}, and its rank wrote {file.nbytes} bytes. Let no other program "
+            "write or remove files there."
         )
 
 
@@ -214,10 +218,9 @@ def not_found(folder: Path, filename: str) -> CheckpointError:
     if others:
         latest = _iteration_of(others[0])
         remedy = (
-            f"Write {latest} into latest_checkpointed_iteration.txt: the save of this iteration "
-            f"never ended, that of {latest} did"
+            f"Write {latest} into latest_checkpointed_iteration.txt, because the save of "
+            f"iteration {latest} ended and the save of this one never did"
         )
     return CheckpointError(
-        f"Invalid optimizer state: neither {folder / MANIFEST} nor {filename}. Must be in one of "
-        f"the two. {remedy}."
+        f"There is no optimizer state: neither {folder / MANIFEST} nor {filename} exists. {remedy}."
     )

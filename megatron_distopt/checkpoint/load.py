@@ -52,12 +52,9 @@ from megatron_distopt.optimizer.owners.whole_params import owned_params
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 _log = logging.getLogger("megatron_distopt")
-_AVERAGES_ANEW = (
-    "the state that was loaded has no averages of params; they begin anew from the main params"
-)
+_AVERAGES_ANEW = "the loaded state has no averages of params; they start again from the main params"
 _AVERAGES_LEFT_OUT = (
-    "the averages of params in the state that was loaded are left out; ema_decay would go on with "
-    "them"
+    "the averages of params in the loaded state are dropped; set ema_decay to continue them"
 )
 
 
@@ -125,8 +122,8 @@ def take_checked(plan: LoadPlan, everyone: Group) -> None:
 def note_averages(
     optimizers: Sequence[ShardedOptimizer], *, are_loaded: bool, is_told: bool
 ) -> None:
-    """Notes whether a state that was loaded had averages, and says, if `is_told`, where that is not
-    as in the run."""
+    """Notes whether the loaded state had averages; if `is_told`, logs that the run differs in
+    that."""
     averages = [each.averages for each in optimizers if each.averages is not None]
     for each in averages:
         each.has_begun = are_loaded
@@ -174,8 +171,8 @@ def take_state(plan: LoadPlan) -> None:
     anew = [name for name, saved in plan.saved.items() if saved.begins_anew]
     if anew:
         text = (
-            "optimizers of other kinds, or of other parts of params, share no state: that of %s in "
-            "%s begins anew"
+            "the state of %s in %s is of another kind of optimizer or of other parts of the "
+            "params, so it begins anew"
         )
         _log.warning(text, some_of(anew), state.where)
 
@@ -205,12 +202,12 @@ def loadable_files(folder: Path, manifest: Manifest) -> Loadable:
 def _verify_files(folder: Path, files: Iterable[FileRecord]) -> None:
     for file in files:
         path = folder / file.name
-        with disk.refused(f"file {path}", f"be readable. {DAMAGED}"):
+        with disk.refused(f"read file {path}", DAMAGED):
             got, wanted = f"{path.stat().st_size} bytes", f"{file.nbytes} bytes"
             if got == wanted:
                 got, wanted = f"CRC-32 {crc_of_file(path):08x}", f"CRC-32 {file.crc32:08x}"
         if got != wanted:
-            raise CheckpointError(f"Invalid file {path}: {got}. Must have {wanted}. {DAMAGED}.")
+            raise CheckpointError(f"File {path} has {got}, and must have {wanted}. {DAMAGED}.")
 
 
 def _read_from(
@@ -219,8 +216,11 @@ def _read_from(
     """Reads each chunk once, where reads of the same chunk follow one another."""
     for number, of_file in groupby(reads, key=lambda read: read.chunk.file):
         path = folder / manifest.files[number].name
-        rule = "stay as it is while it is read. Start the run again: its state is loaded in part"
-        with disk.refused(f"file {path}", rule):
+        remedy = (
+            "Start the run again, because its state is loaded only in part, and let nothing change "
+            "the file while it is read"
+        )
+        with disk.refused(f"read file {path}", remedy):
             reader = TensorReader(path)
         with reader:
             for (key, chunk), of_chunk in groupby(of_file, key=lambda read: (read.key, read.chunk)):

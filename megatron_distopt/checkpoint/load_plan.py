@@ -5,11 +5,11 @@ on one.
 the other way round, keeps its main param and nothing else: SGD and Muon have a momentum of the same
 name that is not the same, and each needs an lr of its own. Its moments and its count begin anew,
 its options stay those of the run, and the load says so. The same holds for optimizers that update
-whole params, each of which keeps what no other one understands and nobody else can cut: the state
-of a param that tensor-parallel ranks share is for as many ranks, and for the shape that it had.
+whole params: no other class understands their state, and it cannot be cut. The state of a param
+that tensor-parallel ranks share fits only as many ranks and the same shape.
 
-[Note: another class] The state of any other class is refused, also where its tensors have the names
-of the run's: `exp_avg` of Lion is none of Adam. The manifest names the inner optimizer, and all
+[Note: another class] The state of any other class is refused, even if its tensors have the names of
+the run's: Lion's `exp_avg` is not Adam's. The manifest names the inner optimizer, and all
 implementations of Adam, with whichever kind of decay, are one class. A param that had no state
 begins anew, as above."""
 
@@ -137,11 +137,11 @@ class Loadable:
     verify: Callable[[Sequence[Read]], None] = lambda reads: None
     # what the owner of a whole param keeps, by key; None without any
     read_owned: Callable[[str], Tensor] | None = None
-    # what all ranks must be given alike that are given it, by what it is
+    # values that must be equal on all ranks that are given them, by name
     alike: Mapping[str, str] = field(default_factory=dict)
     # whether model params become those of the state; else they are loaded by themselves
     has_model_params: bool = True
-    remedy: str = ""  # of an error about what is missing; empty where another checkpoint is one
+    remedy: str = ""  # for errors about missing params; empty to suggest another checkpoint
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,7 +190,7 @@ def plan_reads(
         for kind in kinds:
             key = key_of(kind, param.name)
             record = state.manifest.tensors[key]
-            what = f"tensor {key!r} in checkpoint {state.where}"
+            what = f"Tensor {key!r} in checkpoint {state.where}"
             wanted = _wanted(piece, record.shape, what, remedy)
             if wanted is not None:
                 boxes = [chunk.box for chunk in record.chunks]
@@ -208,8 +208,7 @@ def _wanted(piece: OwnedPiece, shape: tuple[int, ...], what: str, remedy: str) -
     )
     if shape != ours and not is_padding_alone:
         raise CheckpointError(
-            f"Invalid {what}: of shape {list(shape)}. Must have the shape {list(ours)} of the run. "
-            f"{remedy}."
+            f"{what} has shape {list(shape)}, and the run needs shape {list(ours)}. {remedy}."
         )
     return piece.piece.in_global.intersect(Box.whole(shape))
 
@@ -235,8 +234,8 @@ def _check_no_others(state: Loadable, model: WholeModel, names: Iterable[str]) -
     ]
     if others:
         raise CheckpointError(
-            f"Invalid checkpoint {state.where}: {some_of(others)}, which the model does not have. "
-            f"Must hold the params of the run. {_another(state, model)}."
+            f"Checkpoint {state.where} has {some_of(others)}, which the model does not have. "
+            f"{_another(state, model)}."
         )
 
 
@@ -275,12 +274,10 @@ def _saved_params(
     for placement, current, optimizer in updated:
         name = saved_names.get(placement.name, "")
         if name not in keys or name not in group_of:
-            got, rule = f"without param {placement.name!r}", "hold the params of the run"
+            fault = f"has no param {placement.name!r}, which this run updates"
             if name in keys:
-                got, rule = f"param {name!r} in no group", "name the group of every param"
-            raise CheckpointError(
-                f"Invalid checkpoint {state.where}: {got}. Must {rule}. {_another(state, model)}."
-            )
+                fault = f"has param {name!r} in no param group"
+            raise CheckpointError(f"Checkpoint {state.where} {fault}. {_another(state, model)}.")
         group, owned = group_of[name], tuple(filter(is_owned, keys[name]))
         kinds = {
             kind_of(key): getattr(torch, manifest.tensors[key].dtype)
@@ -346,7 +343,7 @@ def class_of(inner: str) -> str:
 def another_class(what: str, other: str, ours: str, from_weights: str) -> CheckpointError:
     """The error of [Note: another class]."""
     return CheckpointError(
-        f"The {what} has the state of {other}, and the optimizer of this run is {ours}. Resume "
+        f"The {what} has the state of {other}, but the optimizer of this run is {ours}. Resume "
         f"with the optimizer of the saved run, or {from_weights}."
     )
 
@@ -381,9 +378,9 @@ def _match_group(
     for name, record in records.items():
         if record.options != records[first].options:
             raise CheckpointError(
-                f"Invalid param groups in checkpoint {where}: {first!r} and {name!r} in different "
-                "groups. Must have been in groups of equal options, because they are in one here. "
-                "Build the optimizer with the param groups of the saved run."
+                f"In checkpoint {where}, {first!r} and {name!r} are in groups of different "
+                "options, but in this run they are in one param group. Build the optimizer with "
+                "the param groups of the saved run."
             )
     if records:
         _check_options(optimizer, number, records[first], where)
@@ -393,7 +390,7 @@ def _match_group(
     steps = {
         name: 0 if saved[name].begins_anew else each.step for name, each in by_global_name.items()
     }
-    check_steps(optimizer, steps, f"updates in checkpoint {where}")
+    check_steps(optimizer, steps, where)
     inner = optimizer.plan.choice.name
     is_same = state.manifest.inner == inner or {state.manifest.inner, inner} <= _ADAMS
     record = records[first] if records else GroupRecord((), {})
@@ -426,11 +423,11 @@ def _check_options(
     for key, type_name in saved.unsaved.items():
         if key not in current:
             raise CheckpointError(
-                f"Invalid {key} {place}: a {type_name}, which no file keeps. Must be in the param "
-                f"group of the run. Put {key} into the param group before the load."
+                f"{key} {place} was a {type_name}, which no file can keep. Put {key} into the "
+                "param group of this run before the load."
             )
         _log.warning(
-            "param group option %r was a %s, which no file keeps; the run's own stays",
+            "param group option %r was a %s, which no file can keep; this run keeps its own value",
             key,
             type_name,
         )
@@ -453,21 +450,20 @@ def _check_kinds(
         if (kinds and state.kinds != usual) or (has_begun and not wanted <= kinds):
             needed = ", ".join(sorted(wanted | dict(usual).keys()))
             raise CheckpointError(
-                f"Invalid state of {name!r} in checkpoint {where}: "
-                f"{', '.join(sorted(kinds)) or 'nothing'} besides the param. Must hold {needed} "
-                f"for {optimizer.plan.choice.name}. Resume with the optimizer of the saved run, or "
-                f"{from_weights}."
+                f"Checkpoint {where} has {', '.join(sorted(kinds)) or 'nothing'} of {name!r} "
+                f"besides the param, and {optimizer.plan.choice.name} needs {needed}. Resume with "
+                f"the optimizer of the saved run, or {from_weights}."
             )
 
 
-def check_steps(optimizer: ShardedOptimizer, steps: Mapping[str, int | None], what: str) -> None:
+def check_steps(optimizer: ShardedOptimizer, steps: Mapping[str, int | None], where: str) -> None:
     """Checks that the inner optimizer can count the updates of each param by itself, where those of
     a group differ."""
     name_by_step = {step: name for name, step in steps.items() if step is not None}
     if len(name_by_step) > 1 and counts_in_groups(optimizer.plan.choice, optimizer.inner):
         (one, first), (other, second) = sorted(name_by_step.items())[:2]
         raise CheckpointError(
-            f"Invalid {what}: {one} of {first!r} and {other} of {second!r}. Must be as many for "
-            f"all params of a group, for which {optimizer.plan.choice.name} has one count. Write "
+            f"Checkpoint {where} has {one} updates of {first!r} and {other} of {second!r}, but "
+            f"{optimizer.plan.choice.name} has one count for all params of a group. Write "
             "adam='torch_fused' or adam='torch_foreach'."
         )

@@ -57,7 +57,7 @@ from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.averages import AVERAGE
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 
-#: Options by which torch's classes differ whose state may have the same names.
+#: Options that tell torch's classes apart where their states have the same names.
 _TELLING = {
     "amsgrad",
     "momentum_decay",
@@ -141,7 +141,7 @@ def _entries(params: TorchParams, state_dict: StateDict) -> dict[str, StateDict]
 
 
 def _loadable(params: TorchParams, state_dict: StateDict) -> Loadable:
-    """The state dict, checked. It is without the options, which go into the user's groups."""
+    """Checks the state dict. The result has no options, because these go into the user's groups."""
     _check_form(params, state_dict)
     _check_options(params, state_dict["param_groups"])
     scale = _loss_scale_in(state_dict)
@@ -153,7 +153,7 @@ def _loadable(params: TorchParams, state_dict: StateDict) -> Loadable:
     records = []
     for name, given in states.items():
         state, placement = _without_begin(params, name, given), params.share.placements[name]
-        # Without a main param that is given the present one stays, of which nothing is read.
+        # If no main param is given, the present one stays and nothing is read for it.
         values = {MAIN_PARAM: torch.empty(placement.global_shape, device="meta"), **state.values}
         for kind, value in values.items():
             key = key_of(MAIN if kind == MAIN_PARAM else kind, placement.name)
@@ -201,14 +201,14 @@ def _check_form(params: TorchParams, state_dict: StateDict) -> None:
     if missing:
         got = ", ".join(map(str, list(state_dict)[:5])) or "nothing"
         raise CheckpointError(
-            f"Invalid state dict: one with {got}. Must hold {' and '.join(missing)}. {_REMEDY}."
+            f"The state dict has {got}, but no {' and no '.join(missing)}. {_REMEDY}."
         )
     numels = [len(group.get("params", ())) for group in state_dict["param_groups"]]
     ours = list(map(len, params.names))
     if numels != ours:
         raise CheckpointError(
-            f"Invalid param groups of the state dict: {numels} params by group. Must hold {ours} "
-            f"params by group, as the optimizer. {_REMEDY}."
+            f"The param groups of the state dict have {numels} params, and those of the optimizer "
+            f"have {ours}. {_REMEDY}."
         )
 
 
@@ -226,13 +226,14 @@ def _check_options(params: TorchParams, groups: Sequence[Options]) -> None:
             whose = ["another optimizer", "Muon"]
             got, wanted = whose if is_muons_group(current) else whose[::-1]
             raise CheckpointError(
-                f"Invalid state {place}: that of {got}. Must be that of {wanted}. Resume with the "
-                "optimizer of the saved run, or start from its weights with a new one."
+                f"The state {place} comes from {got}, and must come from {wanted}. Resume with "
+                "the optimizer of the saved run, or start from its weights with a new one."
             )
 
 
 def _options(params: TorchParams, group: Options, current: Options) -> dict[str, Any]:
-    """Those that a load takes: of None only what the group has already, see `torch_state_dict`."""
+    """The options that a load takes. One that is None is taken only if the group already has it,
+    see `torch_state_dict`."""
     others = (*not_options(params.share.optimizer), "param_names", CLASS)
     taken = dict[str, Any]()
     for key, value in group.items():
@@ -252,7 +253,7 @@ def _loss_scale_in(state_dict: StateDict) -> dict[str, Any]:
 
 
 def _scalar_keys(entries: Mapping[str, StateDict], params: TorchParams) -> set[str]:
-    """Keys of what a param has once: numbers and texts, and tensors of one element where the param
+    """Keys of values that a param has once: numbers, texts, and tensors of one element if the param
     has more."""
     found = {STEP}
     for name, entry in entries.items():
@@ -277,18 +278,18 @@ def _given(params: TorchParams, name: str, entry: StateDict, scalars: set[str]) 
     values: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {}
     for key, value in entry.items():
-        what = f"Invalid {key} of {name!r} in the state dict"
+        what = f"{key} of {name!r} in the state dict"
         if value is None or (key in scalars and isinstance(value, ShardedValue)):
             continue
         if key not in scalars:
             if not torch.is_tensor(value) or tuple(value.shape) != shape:
                 got = (
-                    f"shape {list(value.shape)}"
+                    f"a tensor of shape {list(value.shape)}"
                     if torch.is_tensor(value)
                     else f"a {type(value).__name__}"
                 )
                 raise CheckpointError(
-                    f"{what}: {got}. Must be a tensor of its shape {list(shape)}. {_REMEDY}."
+                    f"{what} is {got}, and must be a tensor of shape {list(shape)}. {_REMEDY}."
                 )
             parts = _parts_of(value)[1]
             # a rank without a part cannot tell, and goes with the others
@@ -297,9 +298,13 @@ def _given(params: TorchParams, name: str, entry: StateDict, scalars: set[str]) 
                 values[key] = value
             continue
         if key == STEP and not (_is_number(value) and float(value) >= 0):
-            raise CheckpointError(f"{what}: {value!r}. Must be a number of at least 0. {_REMEDY}.")
+            raise CheckpointError(
+                f"{what} is {value!r}, and must be a number of at least 0. {_REMEDY}."
+            )
         if not (_is_number(value) or isinstance(value, str)):
-            raise CheckpointError(f"{what}: {value!r}. Must be a number or a text. {_REMEDY}.")
+            raise CheckpointError(
+                f"{what} is {value!r}, and must be a number or a text. {_REMEDY}."
+            )
         numbers[key] = value
     return _GivenState(values, numbers)
 
@@ -311,10 +316,10 @@ def _is_number(value: object) -> bool:
 
 
 def _first_state(params: TorchParams, number: int, group: Options) -> StateDict:
-    """What a param has after its first update with the options of a saved group; refuses the group
-    of [Note: another class].
+    """The state of a param after its first update with the options of a saved group. Refuses a
+    group of [Note: another class].
 
-    Where it does not name its class, those of torch are told by the options that they have.
+    If a group does not name its class, torch's classes are recognised by their options.
     """
     current, optimizer = params.groups[number], params.share.optimizer
     ours = class_of(optimizer.plan.choice.name)
@@ -334,15 +339,15 @@ def _check_kinds(params: TorchParams, name: str, entry: StateDict, begin: StateD
     others = moments - begin.keys() - {"max_exp_avg_sq"}
     if found and (others or not begin.keys() <= found):
         raise CheckpointError(
-            f"Invalid state of {name!r} in the state dict: {', '.join(sorted(found))} besides the "
-            f"param. Must hold {', '.join(sorted(begin)) or 'nothing'} for "
-            f"{params.share.optimizer.plan.choice.name}. Load a state of the same class."
+            f"The state of {name!r} in the state dict has {', '.join(sorted(found))} besides the "
+            f"param, and {params.share.optimizer.plan.choice.name} needs "
+            f"{', '.join(sorted(begin)) or 'nothing'}. Load a state of the same class."
         )
 
 
 def _without_begin(params: TorchParams, name: str, given: _GivenState) -> _GivenState:
-    """Drops the state with which `state_dict()` shows a param that was never updated: it has none
-    in the optimizer."""
+    """Drops the state that `state_dict()` shows for a param that was never updated, because the
+    optimizer has none for it."""
     parts = [part for value in given.moments for part in _parts_of(value)[1]]
     is_begin = given.step == 0 and is_adam(params.share.optimizer, params.number_of[name])
     is_zero = is_begin and not any(bool(part.count_nonzero()) for part in parts)
@@ -364,8 +369,8 @@ def _parts_of(value: Tensor) -> tuple[Sequence[Box], Sequence[Tensor]]:
 def _to_agree_on(
     params: TorchParams, state_dict: StateDict, given: Mapping[str, _GivenState]
 ) -> dict[str, str]:
-    """What all ranks must be given alike that own a part of the same param, or have a param in the
-    same group."""
+    """Values that must be equal on all ranks that own a part of the same param or have a param in
+    the same group."""
     alike = {LOSS_SCALE: repr(sorted(_loss_scale_in(state_dict).items()))}
     for names, group, current in zip(
         params.names, state_dict["param_groups"], params.groups, strict=True

@@ -116,8 +116,8 @@ def join(parts: Sequence[Manifest]) -> Manifest:
             if (known.shape, known.dtype) != (record.shape, record.dtype):
                 one, other = (f"{each.dtype} {list(each.shape)}" for each in (record, known))
                 raise CheckpointError(
-                    f"Invalid tensor {key!r}: {one} on one rank and {other} on another. Must be "
-                    "the same on all ranks. Report this."
+                    f"Tensor {key!r} is {one} on one rank and {other} on another, and must be the "
+                    "same on all ranks. Report this as a bug."
                 )
             moved = (replace(chunk, file=chunk.file + len(files)) for chunk in record.chunks)
             chunks.setdefault(key, []).extend(moved)
@@ -128,8 +128,8 @@ def join(parts: Sequence[Manifest]) -> Manifest:
     for name in (name for group in groups for name in group.names):
         if key_of(MAIN, name) not in tensors:
             raise CheckpointError(
-                f"Invalid param {name!r}: written by no rank. Must be written by one of the ranks "
-                "that hold it. Report this."
+                f"No rank has written param {name!r}, although one of the ranks that hold it "
+                "must. Report this as a bug."
             )
     check_names_once((*groups, *resting), "the checkpoint that is being saved")
     return replace(parts[0], files=tuple(files), tensors=tensors, groups=groups, resting=resting)

@@ -103,7 +103,7 @@ def _group_from_json(group: Mapping[str, Any]) -> GroupRecord:
 def _known_dtype(name: str) -> str:
     """Returns the name of a dtype; a ValueError where torch has no such dtype."""
     if not isinstance(getattr(torch, name, None), torch.dtype):
-        raise ValueError(f"{name!r} is no dtype")
+        raise ValueError(f"{name!r} is not a dtype")
     return name
 
 
@@ -121,24 +121,25 @@ def from_text(text: str, where: str) -> Manifest:
 
 
 def _parsed(text: str, where: str) -> Manifest:
-    what = f"Invalid manifest {where}"
+    what = f"Manifest {where}"
     damaged = "Load an earlier checkpoint; this one was damaged after it was written."
     try:
         document = json.loads(text)
         format, version, body = document["format"], document["version"], document["body"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
-            f"{what}: {error!r} while reading it. Must be one JSON document. {damaged}"
+            f"{what} cannot be read as one JSON document: {error!r}. {damaged}"
         ) from None
     if format != _FORMAT or not isinstance(version, int) or not 1 <= version <= _FORMAT_VERSION:
         raise CheckpointError(
-            f"{what}: format {format!r} of version {version!r}. Must be {_FORMAT!r} of version 1 "
-            f"to {_FORMAT_VERSION}. Load it with the version of megatron-distopt that wrote it."
+            f"{what} has format {format!r} of version {version!r}, and this package reads "
+            f"{_FORMAT!r} of version 1 to {_FORMAT_VERSION}. Load it with the version of "
+            "megatron-distopt that wrote it."
         )
     if document.get("crc32") != _crc(body):
         said = document.get("crc32")
         raise CheckpointError(
-            f"{what}: CRC-32 {_crc(body)}. Must have the {said} that it says. {damaged}"
+            f"{what} has CRC-32 {_crc(body)}, and must have the {said} that it says. {damaged}"
         )
     try:
         return _from_json(body)
@@ -152,7 +153,7 @@ def _parsed(text: str, where: str) -> Manifest:
         DistOptError,
     ) as error:
         raise CheckpointError(
-            f"{what}: {error!r} while reading it. Must follow docs/checkpoint.md. {damaged}"
+            f"{what} does not follow docs/checkpoint.md: {error!r}. {damaged}"
         ) from None
 
 
@@ -171,7 +172,7 @@ def check_counts(loss_scale: Mapping[str, Any], num_skipped: object, what: str) 
                 key, "be finite"
             )
             raise CheckpointError(
-                f"Invalid {key} in {what}: {value!r}. Must {rule}. Load another checkpoint."
+                f"{key} in {what} is {value!r}, and must {rule}. Load another checkpoint."
             )
 
 
@@ -181,7 +182,7 @@ def _from_json(body: Mapping[str, Any]) -> Manifest:
     )
     for file in files:
         if not _FILE_NAME.fullmatch(file.name):
-            raise ValueError(f"{file.name!r} is no file name")
+            raise ValueError(f"{file.name!r} is not a file name")
     tensors = {
         str(key): TensorRecord(
             tuple(map(int, shape)),
@@ -215,8 +216,8 @@ def _check_chunks(key: str, record: TensorRecord, files: Sequence[FileRecord]) -
     for chunk in record.chunks:
         file = files[chunk.file]
         if chunk.file < 0 or chunk.start < 0 or chunk.start + chunk.nbytes > file.nbytes:
-            raise ValueError(f"{key} lies outside of {file.name}")
+            raise ValueError(f"{key} lies outside {file.name}")
         if whole.intersect(chunk.box) != chunk.box:
-            raise ValueError(f"{chunk.box} of {key} lies outside of its shape {list(record.shape)}")
+            raise ValueError(f"{chunk.box} of {key} lies outside its shape {list(record.shape)}")
     if twice := overlap([chunk.box for chunk in record.chunks]):
         raise ValueError(f"{twice[0]} and {twice[1]} of {key} overlap")

@@ -23,10 +23,10 @@ from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: Of a param group, by name.
 Options: TypeAlias = Mapping[str, Any]
-#: The key of a dynamic loss scale in the first param group, where torch's format has a place for
-#: it.
+#: The key of a dynamic loss scale in the first param group, which is where torch's format can hold
+#: one.
 LOSS_SCALE = "dynamic_loss_scale"
-#: Bytes of the numbers of numpy that torch computes with as with Python's: it rounds to less.
+#: torch treats numpy's numbers of at least so many bytes like Python's; it rounds to shorter ones.
 _LEAST_ITEMSIZE = 4
 #: Keys of a param group that are not saved as options: the run that loads chooses its kernel and
 #: whether experts are spread over ranks, and the count and the loss scale have fields of their own.
@@ -35,7 +35,7 @@ NOT_OPTIONS = ("params", "step", *IMPLEMENTATION, "is_expert_parallel", LOSS_SCA
 #: changes them in a run.
 SCHEDULE = frozenset(("max_lr", "min_lr", "start_wd", "end_wd", "lr_mult", "wd_mult"))
 _SCHEDULED = ("lr", "weight_decay")
-#: Beside `NUMBERS`, what every optimizer computes with.
+#: Options beside `NUMBERS` with which every optimizer computes.
 _LISTS_OF_NUMBERS = ("betas",)
 _log = logging.getLogger("megatron_distopt")
 
@@ -67,12 +67,12 @@ class GroupRecord:
     scalars: Mapping[str, Scalar] = field(default_factory=dict)
     # options that a file cannot keep, with their types
     unsaved: Mapping[str, str] = field(default_factory=dict)
-    # as they were given, of options that the run has changed since, such as by a scheduler
+    # original values of options that the run has changed, for example by a scheduler
     given: Options = field(default_factory=dict)
 
     @property
     def meaning(self) -> str:
-        """Everything except the names. For a param, groups of equal meaning are the same."""
+        """Everything except the names; groups of equal meaning are joined."""
         meant = [self.options, self.step, self.scalars, self.unsaved, self.given]
         return json.dumps(meant, sort_keys=True, default=astuple)
 
@@ -101,7 +101,7 @@ def check_values(groups: Sequence[GroupRecord], where: str) -> None:
     for number, group in enumerate(groups):
         for key, value, rule in _faults(group):
             raise CheckpointError(
-                f"Invalid {key} of param group {number} in {where}: {value!r}. Must {rule}. Set "
+                f"{key} of param group {number} in {where} is {value!r}, and must {rule}. Set "
                 f"{key} in the run that saves it, or load another checkpoint."
             )
 
@@ -111,13 +111,13 @@ def check_options(number: int, options: Mapping[Any, Any], choice: InnerChoice) 
     compute as torch does, and those that a save would refuse.
 
     Raises:
-        ConfigError: one of them is no value of its option.
+        ConfigError: an option has a value that cannot work.
     """
     for key in options:
         if not isinstance(key, str):
             raise ConfigError(
-                f"Param group {number} has the key {key!r}, and keys must be texts, which files "
-                f"keep. Write {str(key)!r}."
+                f"Param group {number} has the key {key!r}, but only texts can be keys in a file. "
+                f"Write {str(key)!r}."
             )
     faults = _faults(GroupRecord((), plain_options(options)))
     rules = {key: rule for key, _, rule in faults}
@@ -191,9 +191,9 @@ def check_names_once(groups: Sequence[GroupRecord], where: str) -> None:
             if first != number:
                 difference = _difference(groups[first], group)
                 raise CheckpointError(
-                    f"Invalid param {name!r} in {where}: in param groups {first} and {number}, "
-                    f"which differ in {difference}. Must be in one param "
-                    "group. Load an earlier checkpoint; no optimizer takes a param twice."
+                    f"Param {name!r} in {where} is in param groups {first} and {number}, which "
+                    f"differ in {difference}. An optimizer takes each param once. Load an earlier "
+                    "checkpoint."
                 )
 
 
@@ -217,7 +217,7 @@ def check_types(saved: Options, current: Options, place: str, remedy: str) -> No
         is_unlike = is_compared and not _is_like(value, ours[key])
         if is_missing or is_unlike:
             raise CheckpointError(
-                f"Invalid {key} {place}: {value!r}. Must be of the type of {current[key]!r}, which "
+                f"{key} {place} is {value!r}, and must have the type of {current[key]!r}, which "
                 f"the run has. {remedy}."
             )
 
@@ -258,8 +258,8 @@ def step_of(
 
 
 def not_options(optimizer: ShardedOptimizer) -> tuple[str, ...]:
-    """`NOT_OPTIONS` of a run: whatever a class that is no Adam of ours counts in its param group is
-    as its options."""
+    """`NOT_OPTIONS` of a run. A class that is not our Adam may count updates in its param group;
+    that count is saved like an option."""
     if optimizer.plan.choice.is_adam:
         return NOT_OPTIONS
     return tuple(key for key in NOT_OPTIONS if key != "step")
@@ -275,13 +275,13 @@ def options_of(
     left_out = [key for key, value in options.items() if not _is_plain(value)]
     for key in left_out:
         unsaved[key] = type(group[key]).__name__
-        _log.warning("param group option %r is a %s and is not saved", key, unsaved[key])
+        _log.warning("param group option %r is a %s and will not be saved", key, unsaved[key])
         del options[key]
     return options, unsaved
 
 
 def given_otherwise(given: Options, options: Options) -> dict[str, Any]:
-    """Of some options those that were given with another value; plain."""
+    """The given values of those options that have another value now, as plain options."""
     otherwise = {}
     for key in filter(given.__contains__, options):
         value = plain_option(given[key])
@@ -304,7 +304,7 @@ def given_alike(saved: GroupRecord, given: Options) -> frozenset[str]:
 
 
 def plain_options(options: Options) -> dict[str, Any]:
-    """Options as a file keeps them; those of a live group are without its params."""
+    """Options as a file keeps them, without the params of a live group."""
     plain = {key: plain_option(value) for key, value in options.items() if key != "params"}
     for key in plain.keys() & {*NUMBERS, *_LISTS_OF_NUMBERS}:
         if isinstance(plain[key], list):
@@ -334,11 +334,10 @@ def plain_option(value: Any) -> Any:
 def differences(
     current: Options, saved: Options, kept: Collection[str] = (), writes: Collection[str] = ()
 ) -> Iterator[str]:
-    """What a resume has to say about a param group: options that differ, and whose value holds from
-    now on.
+    """Says for a resume which options of a param group differ, and whose value holds from now on.
 
-    Not what the class `writes` by itself, and of a group of a Megatron not what its scheduler sets
-    anyway.
+    Leaves out what the class `writes` by itself and, in a Megatron's group, what its scheduler
+    sets.
 
     >>> list(differences({"lr": 0.1, "betas": (0.9, 0.99)}, {"lr": 0.1, "betas": [0.9, 0.95]}))
     ['betas is [0.9, 0.95], of the checkpoint; this run was given [0.9, 0.99]']
@@ -351,9 +350,9 @@ def differences(
     for key in sorted(all_ours.keys() & all_theirs.keys() - silent):
         ours, theirs = all_ours[key], all_theirs[key]
         if ours != theirs and key in kept:
-            yield f"{key} is {ours}, of this run; the checkpoint has {theirs}"
+            yield f"{key} is {ours}, as in this run; the checkpoint has {theirs}"
         elif ours != theirs:
-            yield f"{key} is {theirs}, of the checkpoint; this run was given {ours}"
+            yield f"{key} is {theirs}, as in the checkpoint; this run was given {ours}"
 
 
 def tell(lines: Iterable[str]) -> None:

@@ -46,7 +46,7 @@ from megatron_distopt.version import VERSION
 
 #: Network file systems show the files of other machines with a delay.
 _SECONDS_TO_APPEAR = 120.0
-_WRITABLE = "be writable. Free space there, or save elsewhere"
+_FREE_SPACE = "Free space there, or save elsewhere"
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +105,7 @@ def write_tensors(path: Path, contribution: Contribution, save_id: str) -> Manif
     """Writes the file of a rank, tensor by tensor, and returns its manifest; the file is on the
     disk afterwards."""
     with (
-        disk.refused(f"file {path}", f"{_WRITABLE}; the last checkpoint is untouched"),
+        disk.refused(f"write file {path}", f"{_FREE_SPACE}; the last checkpoint is untouched"),
         disk.written(path) as file,
     ):
         writer = TensorWriter(path, file)
@@ -157,7 +157,7 @@ class Saving:
         """
         path = file_of(self.folder, self.save_id, self.rank)
         part = write_tensors(path, contribution, self.save_id)
-        with disk.refused(f"file {path}", f"{_WRITABLE}; the last checkpoint is untouched"):
+        with disk.refused(f"write file {path}", f"{_FREE_SPACE}; the last checkpoint is untouched"):
             if self.rank != 0:
                 disk.write_file(
                     file_of(self.folder, self.save_id, self.rank, "part"), to_text(part).encode()
@@ -172,8 +172,8 @@ class Saving:
         """
         if self.rank != 0:
             return
-        rule = f"{_WRITABLE}; the checkpoint there is the one before, or this one"
-        with disk.refused(f"checkpoint {self.folder}", rule):
+        remedy = f"{_FREE_SPACE}; the folder holds the checkpoint before, or already this one"
+        with disk.refused(f"commit checkpoint {self.folder}", remedy):
             others = [self._wait_for_part(rank, is_hopeless) for rank in range(1, self.size)]
             commit(self.folder, [part, *others])
 
@@ -189,13 +189,14 @@ class Saving:
             if failure.exists():
                 text = failure.read_text(encoding="utf-8", errors="replace")
                 raise CheckpointError(
-                    f"Invalid save: rank {rank} failed with «{text}». Must pass on all ranks. Mend "
-                    "what that rank reports."
+                    f"The save failed, because rank {rank} raised «{text}». Fix what that rank "
+                    "reports."
                 )
             if is_hopeless() if is_hopeless is not None else should_have_appeared(start):
                 raise CheckpointError(
-                    f"Invalid checkpoint {self.folder}: no file of rank {rank} to be seen. Must be "
-                    f"on a disk that all {self.size} ranks share. Give a folder on a shared disk."
+                    f"No file of rank {rank} has appeared in checkpoint {self.folder}, which must "
+                    f"be on a disk that all {self.size} ranks share. Give a folder on a shared "
+                    "disk."
                 )
             time.sleep(0.05)
 
@@ -222,8 +223,8 @@ def should_have_appeared(written_at: float) -> bool:
 
 
 def begin(folder: Path, everyone: Group, prepare: Callable[[], object] = lambda: None) -> Saving:
-    """Collective: begins a save. The first rank makes the folder and locks it, where `prepare`
-    raises on no rank.
+    """Collective: begins a save. The first rank makes the folder and locks it, if `prepare` raises
+    on no rank.
 
     Raises:
         RanksDisagreeError: ranks would save to different folders.
@@ -234,7 +235,7 @@ def begin(folder: Path, everyone: Group, prepare: Callable[[], object] = lambda:
         nonlocal lock
         prepare()
         if everyone.rank == 0:
-            with disk.refused(f"checkpoint {folder}", _WRITABLE):
+            with disk.refused(f"write checkpoint {folder}", _FREE_SPACE):
                 disk.make_folder(folder)
                 lock = disk.lock(lock_file(folder))
         return new_save_id(), str(folder), str(folder.absolute())

@@ -74,11 +74,11 @@ def read_chunks(
     """A part of a tensor in some of the files of a folder; what lies elsewhere is not read."""
     dtype: torch.dtype = getattr(torch, record.dtype)
     values = torch.empty(box.sizes, dtype=dtype)
-    what = f"tensor {key!r} in {folder}"
+    what = f"Tensor {key!r} in {folder}"
     for number, both in covering(box, [chunk.box for chunk in record.chunks], what, DAMAGED):
         chunk = record.chunks[number]
         path = folder / files[chunk.file]
-        with disk.refused(f"file {path}", f"be readable. {DAMAGED}"), TensorReader(path) as reader:
+        with disk.refused(f"read file {path}", DAMAGED), TensorReader(path) as reader:
             part = reader.read(key, chunk, dtype)[both.relative_to(chunk.box.offsets).as_slices()]
             values[both.relative_to(box.offsets).as_slices()] = part
     return values
@@ -102,8 +102,8 @@ def write_checkpoint(
         withdraw(folder, save_id)
         if isinstance(error, OSError):
             raise CheckpointError(
-                f"Invalid checkpoint {folder}: {error}. Must be writable. Free space there, or "
-                "write elsewhere; what was there before is untouched."
+                f"Checkpoint {folder} cannot be written: {error}. Free space there, or write "
+                "elsewhere; what was there before is untouched."
             ) from error
         raise
     finally:

@@ -53,7 +53,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TensorWriter(disk.Writer):
-    """Appends tensors to a new file, and knows what the manifest has to say about it."""
+    """Appends tensors to a new file, and collects what the manifest says about it."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         super().__init__(file)
@@ -81,7 +81,7 @@ class TensorWriter(disk.Writer):
             torch.save(_alone(tensor), self)  # type: ignore[arg-type]
         except Exception as error:
             raise CheckpointError(
-                f"Invalid file {self._path}: {self.error or error}. Must take {key!r}. Free space "
+                f"Cannot write {key!r} to file {self._path}: {self.error or error}. Free space "
                 "there, or save elsewhere; the last checkpoint is untouched."
             ) from error
         chunk = Chunk(
@@ -155,22 +155,23 @@ class TensorReader:
     def read(self, key: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         """Reads one box of a tensor, of the dtype that the manifest says, to the CPU."""
         what, remedy = (
-            f"Invalid tensor {key!r} in {self._path}",
+            f"Tensor {key!r} in {self._path}",
             "Load an earlier checkpoint; this file is damaged.",
         )
         try:
             stretch: Any = _Slice(self._file, chunk.start, chunk.nbytes)
             magic = stretch.read(len(_MAGIC))
             if magic != _MAGIC:
-                raise ValueError(f"it begins with {magic!r} and not as torch.save begins")
+                raise ValueError(f"it begins with {magic!r}, with which torch.save never begins")
             stretch.seek(0)
             tensor = torch.load(stretch, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:  # torch's text would recommend to execute the file
             raise CheckpointError(
-                f"{what}: more than a tensor. Must be one and execute nothing. {remedy}"
+                f"{what} is not one plain tensor, and reading it must not execute anything. "
+                f"{remedy}"
             ) from error
         except Exception as error:  # whatever damaged bytes make torch raise
-            raise CheckpointError(f"{what}: {error}. Must be readable. {remedy}") from error
+            raise CheckpointError(f"{what} cannot be read: {error}. {remedy}") from error
         if (
             not torch.is_tensor(tensor)
             or tuple(tensor.shape) != chunk.box.sizes
@@ -182,8 +183,8 @@ class TensorReader:
                 else type(tensor).__name__
             )
             raise CheckpointError(
-                f"{what}: {got}. Must be {dtype} {list(chunk.box.sizes)} as the manifest says. "
-                f"{remedy}"
+                f"{what} is {got}, and must be {dtype} {list(chunk.box.sizes)} as the manifest "
+                f"says. {remedy}"
             )
         return tensor
 

@@ -8,8 +8,8 @@ fills each rank's boxes. "main_param" is the fp32 main param of a 16-bit param a
 the average of the param, which torch does not have and ignores.
 
 A param that was never updated has a state, too, so that a new optimizer has something that DCP can
-fill: the zeros and the count of 0 with which Adam and SGD begin, and nan for averages and for what
-other classes keep, as a trial step says it. A load takes neither for a state.
+fill: the zeros and the count of 0 with which Adam and SGD begin, and nan for averages and for the
+state of other classes, which a trial step finds out. A load ignores both.
 """
 
 from __future__ import annotations
@@ -132,11 +132,11 @@ class ShardedValue(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuses also what reads memory past the operators."""
+        """Also refuses methods that read memory without an operator."""
         value, given = args[0] if args else None, kwargs or {}
         if func in _OF_MEMORY and isinstance(value, cls):
             if not value.is_whole:
-                _refuse_part(f"in {func.__name__}", "be saved and loaded by all ranks")
+                _refuse_part(f"Tensor.{func.__name__}")
             args = (as_plain(value.parts[0]), *args[1:])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **given)
@@ -169,7 +169,7 @@ class ShardedValue(Tensor):
                 cls, lambda whole: whole.parts[0], (args, given)
             )
             return func(*whole_args, **whole_kwargs)
-        _refuse_part(f"in {name}", "be saved and loaded by all ranks")
+        _refuse_part(name)
 
     def _mapped(self, change: Callable[[Tensor], Tensor], **given: Any) -> ShardedValue:
         """The same boxes with other memory."""
@@ -189,11 +189,11 @@ class ShardedValue(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.is_whole:
             return as_plain(self.parts[0]).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-        rule = "be saved by all ranks together: this rank holds a part of it"
-        _refuse_part("pickled, for example by torch.save", rule)
+        _refuse_part("Pickling, for example by torch.save,")
 
     def __create_write_items__(self, fqn: str, object: object) -> list[Any]:
-        """For DCP: what this rank writes, values in low precision as those that they mean."""
+        """For DCP: what this rank writes; values in low precision are written as the numbers that
+        they stand for."""
         if not self.writes:
             return []
         self.parts = [as_plain(part) for part in self.parts]
@@ -221,12 +221,12 @@ class ShardedValue(Tensor):
         return self.parts[[box.offsets for box in self.boxes].index(tuple(index.offset))]
 
 
-def _refuse_part(got: str, rule: str) -> NoReturn:
+def _refuse_part(use: str) -> NoReturn:
     raise CheckpointError(
-        f"Invalid sharded value of the optimizer's state: {got}. Must {rule}. Call "
-        "optimizer.save(folder) or torch.distributed.checkpoint.save on all ranks, or "
-        "optimizer.full_state_dict() on all ranks for whole tensors on rank 0; to scale moments, "
-        "optimizer.reset_state(params, scale={'exp_avg': 0.1})."
+        f"{use} needs a whole tensor, but the optimizer's state is sharded and this rank holds a "
+        "part of it. Call optimizer.save(folder) or torch.distributed.checkpoint.save on all "
+        "ranks, or optimizer.full_state_dict() on all ranks for whole tensors on rank 0. To scale "
+        "moments, call optimizer.reset_state(params, scale={'exp_avg': 0.1})."
     )
 
 
@@ -241,7 +241,7 @@ class TorchParams:
     groups: Sequence[MutableMapping[str, Any]]  # the live param groups; their "params" are not read
     data: Group  # the data-parallel group
     everyone: Group  # all ranks that load together
-    # by name the shape of each param without elements, of which no buffer knows
+    # shapes of the params without elements, by name; no buffer has them
     empty: Mapping[str, Sequence[int]]
 
     @cached_property
@@ -309,14 +309,14 @@ def moments_to_begin(optimizer: ShardedOptimizer, number: int) -> set[str]:
 
 
 def first_state(optimizer: ShardedOptimizer, number: int, group: Options) -> FirstState:
-    """The first state in a group that has these options. Where a class does not begin with zeros,
-    a trial step says it."""
+    """The first state in a group that has these options. If a class does not begin with zeros, a
+    trial step finds out."""
     has_owners = optimizer.plan.choice.updates_whole_params
     if has_owners or _begins_with_zeros(optimizer, number, group):
         return FirstState(_zeros(optimizer, number, group))
     param = torch.zeros(3, device=optimizer.device)
-    # With what the class itself has written since then, such as a count, it would go on and not
-    # begin.
+    # Only options that were given: what the class has written since, such as a count, would not be
+    # that of a first step.
     given = optimizer.plan.groups[number].options
     options = {key: copy.deepcopy(group[key]) for key in given if key in group}
     with undisturbed(optimizer.device):
@@ -387,7 +387,7 @@ def torch_state_dict(params: TorchParams) -> dict[str, Any]:
 def refuse_write(*_: Any, **__: Any) -> NoReturn:
     """Refuses a write to state that would be lost, because what is shown is a copy."""
     raise AccessError(
-        "The optimizer's state was assigned or removed, and what optimizer.state shows is a copy. "
+        "The optimizer's state was assigned or removed, but optimizer.state shows only a copy. "
         "Call optimizer.reset_state(params) to let it begin anew, optimizer.reset_state(params, "
         "scale={'exp_avg': 0.1}) to scale moments, or optimizer.load_state_dict(...)."
     )
@@ -469,8 +469,8 @@ class StateByParam(MutableMapping[Parameter, dict[str, Any]]):
         return bool(pieces) and bool(inner.state.get(pieces[0].flat.main))
 
     def __bool__(self) -> bool:
-        """True also without entries: torch makes a step where it finds no state, and in a step
-        ranks meet."""
+        """True even without entries, because torch makes a step where it finds no state, and a step
+        is collective."""
         return True
 
 
@@ -611,8 +611,8 @@ def full_state_dict(params: TorchParams) -> dict[str, Any]:
         for placement in params.share.placements.values():
             if placement.dim is not None:
                 raise CheckpointError(
-                    f"Invalid full_state_dict: {placement.name!r}, which is cut over other ranks, "
-                    "too. Must be of params that every rank has whole. Call optimizer.save(folder)."
+                    f"full_state_dict() cannot gather {placement.name!r}, which is also split "
+                    "over ranks outside the data-parallel group. Call optimizer.save(folder)."
                 )
         held, once = {}, {}
         for key, value in values.items():

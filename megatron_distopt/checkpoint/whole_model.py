@@ -44,7 +44,8 @@ LOSS_SCALE_NAMES = {
     "growth_tracker": "good_steps",
     "hysteresis_tracker": "tolerated",
 }
-#: Of what owners of whole params keep: the part of the param, and the place in its state.
+#: The kind of a tensor that the owner of a whole param keeps: the part of the param, and the place
+#: in its state.
 _OWNED_KIND = re.compile(r"owned:((?:\d+of\d+:)?)(.*)", re.DOTALL)
 
 
@@ -79,14 +80,14 @@ class WholeModel:
     """The model as all ranks together have it."""
 
     shares: Sequence[Share]  # of this rank, one for each optimizer; at least one
-    #: Makes one name of the names that all hosts have for a param. Names that become equal within
-    #: one checkpoint or model are compared as they are.
+    #: Maps the names that different hosts have for a param to one name. Names that become equal
+    #: within one checkpoint or model are compared as they are.
     canonical: Callable[[str], str] = without_wrappers
     # names of params that do not train here; a checkpoint may hold them
     frozen: frozenset[str] = frozenset()
     # host and sizes of groups, for the manifest
     about: Mapping[str, str | int] = field(default_factory=dict)
-    # without a checkpoint of it, for errors
+    # what to do without a checkpoint, for errors
     from_weights: str = "start from its weights with a new optimizer"
     # options of param groups that a load leaves as the run has them
     kept_options: frozenset[str] = frozenset()
@@ -157,9 +158,9 @@ def load_loss_scale(loss_scale: LossScale, saved: Mapping[str, Any]) -> None:
             {key: _like(value, found[key]) for key, value in current.items()}
         )
     elif current:
-        _log.warning("the checkpoint has no loss scale; that of this run goes on")
+        _log.warning("the checkpoint has no loss scale; this run continues with its own")
     elif saved:
-        _log.warning("the checkpoint has a loss scale and this run has none; it is left out")
+        _log.warning("the checkpoint has a loss scale, which is ignored because this run has none")
 
 
 def _like(current: Any, number: Any) -> Any:
@@ -230,8 +231,8 @@ def take_owned(
         owned.join(json.loads(bytes(by_place.pop("").tolist())), by_place, options)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
-            f"State in checkpoint {where} is not what the owner of a param has saved: {error!r}. "
-            "Load an earlier checkpoint."
+            f"Checkpoint {where} has state that the owner of a param did not save in this form: "
+            f"{error!r}. Load an earlier checkpoint."
         ) from error
 
 

@@ -104,7 +104,7 @@ def _latest(root: Path) -> Path:
     iterations = sorted(root.glob("iter_*"))
     remedy = iterations[-1] if iterations else _WANTED
     raise CheckpointError(
-        f"{root / _TRACKER} says {text[:20]!r}, and there is no such iteration. Write {remedy}."
+        f"{root / _TRACKER} says {text[:20]!r}, but there is no such iteration. Write {remedy}."
     )
 
 
@@ -118,9 +118,9 @@ def _check_finished(folder: Path) -> None:
     if num_files and not (folder / ".metadata").exists():
         earlier = next((each.parent for each in finished_iterations(folder)), "an earlier one")
         raise CheckpointError(
-            f"A save into {folder} was not finished: it has {files} "
-            f"and no {MANIFEST}. Wait if a run is saving there now; if that run has died, take "
-            f"{earlier}."
+            f"The save into {folder} did not finish: it has {files} and no {MANIFEST}. "
+            "Wait if a run is saving there now. "
+            f"If that run has died, take {earlier}."
         )
 
 

@@ -42,8 +42,8 @@ from megatron_distopt.cli.verdict import Outcome
 from megatron_distopt.config import Switch
 from megatron_distopt.errors import HostError
 
-#: By which part of itself a learning rate is larger where only the effect of rounding is wanted: by
-#: 16 units in the last place of fp32, a few more than a norm of other order has.
+#: Relative change of a learning rate that shows only the effect of rounding: 16 units in the last
+#: place of fp32, a few more than a norm that is summed in another order differs by.
 _NUDGE = 2.0**-19
 _SHOWN, _VALUES = ("loss", "gradient norm", "weights"), ("loss", "norm", "loss_scale", "skipped")
 _TIMES, _MEMORY, _APART = "milliseconds an iteration", "peak memory by rank, GiB", "apart, relative"
@@ -61,7 +61,10 @@ def answer(parsed: argparse.Namespace) -> Answer:
         run = partial(train, Path(scratch), parsed.iterations)
         own, ours, (outcome, sentence) = _compare(line, run, notes)
     if len(own.steps) < parsed.iterations:
-        notes.append(f"The training ended after {len(own.steps)} iterations: see --train-iters.")
+        notes.append(
+            f"The training ended after {len(own.steps)} iterations. Raise --train-iters to compare "
+            "more."
+        )
     figures = {"host's own": _figures(own), "ours": _figures(ours)}
     found = differences(own, ours)
     document = {
@@ -83,7 +86,7 @@ def answer(parsed: argparse.Namespace) -> Answer:
             unfinished.replace(path)
             notes.append(f"Written: {path}.")
         except Exception as error:  # noqa: BLE001 - whatever it is, the runs have been made
-            notes.append(f"{path} is not written: {error}.")
+            notes.append(f"{path} could not be written: {error}.")
     parts = [*_tables(figures, found), *map(Text, (*notes, sentence))]
     return Answer(document, parts, outcome.value)
 
@@ -91,10 +94,12 @@ def answer(parsed: argparse.Namespace) -> Answer:
 def _compare(
     line: list[str], run: Callable[..., RecordedRun], notes: list[str]
 ) -> tuple[RecordedRun, RecordedRun, tuple[Outcome, str]]:
-    """Runs trainings until there is a verdict: the host's, ours, and what is a yardstick.
+    """Runs trainings until there is a verdict: the host's, ours, and yardsticks, which show what
+    rounding does.
 
-    The host's undistributed optimizer is one, as it adds up in another order. Where it cannot run
-    or adds up as the distributed one does, a learning rate that differs by rounding is.
+    The host's undistributed optimizer is a yardstick, because it adds up in another order. If it
+    cannot run or adds up in the same order, the host runs again with a learning rate that differs
+    by rounding.
     """
     hosts, plain = line, without(line, DISTRIBUTED)
     try:
@@ -102,7 +107,10 @@ def _compare(
     except HostError as error:
         if plain == line:
             raise
-        notes.append(f"The host's undistributed optimizer is compared. {error}")
+        notes.append(
+            "The host's distributed optimizer did not run, so its undistributed one is compared. "
+            f"{error}"
+        )
         hosts = plain
         try:
             own = run("host's own, undistributed", hosts, Switch.OFF)
@@ -121,16 +129,19 @@ def _compare(
         except HostError as error:
             notes.append(str(error))
             continue
-        notes.append(f"The host's own and {name}: {apart_text(differences(own, other))}.")
+        notes.append(f"The host's own run and {name}: {apart_text(differences(own, other))}.")
         if name in undistributed and exceeds_bounds(own, other, TIMES):
-            continue  # the next one says whether that is noise, or another optimizer
+            continue  # the next yardstick tells whether that is noise or another optimizer
         yardsticks.append(other)
         verdict = judge(own, ours, *yardsticks)
-        # a yardstick changes nothing about what no rounding explains
+        # no yardstick can explain what rounding in no training explains
         if verdict[0] is Outcome.SAME or exceeds_bounds(own, ours):
             break
     if not yardsticks:
-        verdict = Outcome.NONE, "No verdict: the host did not run again, to say what rounding does."
+        text = (
+            "No verdict: the host did not run a second time, which would show what rounding does."
+        )
+        verdict = Outcome.NONE, text
     return own, ours, verdict
 
 
@@ -176,7 +187,7 @@ def _picture(figures: _Figures, found: Sequence[Deviation]) -> bytes:
     }
     panels[_APART] = {what: [] for what in _SHOWN}
     for each in found:
-        if each.what in _SHOWN:  # what is equal has no place on a logarithmic scale
+        if each.what in _SHOWN:  # a difference of 0 cannot be drawn on a logarithmic scale
             panels[_APART][each.what].append(each.apart or math.nan)
     for panel, (title, lines) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
         first = 0 if title == _MEMORY else 1  # ranks count from 0

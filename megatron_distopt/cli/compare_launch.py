@@ -38,14 +38,14 @@ _RAISED = re.compile(
     r"^(?P<rank>(?:\[[^\]\n]*\]:? ?)*) {2,}\S.*\n(?P=rank)(?P<text>[A-Za-z_][\w.]*(?:: .*)?)$",
     re.MULTILINE,
 )
-#: Exceptions of ranks and launchers that only met the end of another rank.
+#: Exceptions of ranks and launchers that only report the end of another rank.
 _CONSEQUENCE = re.compile(
     "ChildFailedError|CalledProcessError|DistBackendError|DistNetworkError|Broken pipe|"
     "Connection (closed|reset|refused)|has ended|ended by"
 )
-#: Of a process that a signal ended, as launchers write it.
+#: How launchers report a process that was ended by a signal.
 _KILLED = re.compile(r"(?:exit ?code *|return code )[:=] *-(\d+)")
-#: What a parser of arguments and our runner say without a traceback.
+#: Errors that argument parsers and our runner print without a traceback.
 _REFUSED = re.compile(r"^(?:\[.*?\]:?\s*)*(.*: error: .*|megatron_distopt: .*)", re.MULTILINE)
 #: Below this a folder counts as full: less than what one iteration writes.
 _FULL_NBYTES = 1 << 20
@@ -70,8 +70,9 @@ def with_runner(words: Sequence[str]) -> list[str]:
             )
             return [*words[:place], *ours, *words[place:]]
     raise ConfigError(
-        f"The launch line {words} starts no script by torchrun, deepspeed or python. Write the "
-        "line itself after --, such as -- torchrun --nproc-per-node 8 pretrain_gpt.py ARGUMENTS."
+        f"The launch line {words} does not start a script by torchrun, deepspeed or python. Write "
+        "the launch line after --, for example -- torchrun --nproc-per-node 8 pretrain_gpt.py "
+        "ARGUMENTS."
     )
 
 
@@ -116,7 +117,7 @@ def train(
     time.
 
     Args:
-        nudge: by which part of itself the learning rate is larger.
+        nudge: relative increase of the learning rate.
     """
     folder, console = Path(tempfile.mkdtemp(dir=scratch)), Console(stderr=True, highlight=False)
     environment = {
@@ -148,10 +149,11 @@ def train(
     if len(run.steps) < (iterations if status else 1):
         reason = _reason(log.read_text("utf-8", errors="replace"), status)
         if shutil.disk_usage(scratch).free < _FULL_NBYTES:
-            reason = f"No room is left in {scratch.parent}: name another folder in TMPDIR"
+            reason = f"{scratch.parent} has no space left: set TMPDIR to another folder"
         raise HostError(
-            f"{name}: ended with status {status} after {len(run.steps)} calls of train_step. "
-            f"{reason}. Try alone: MEGATRON_DISTOPT={switch.value} {shlex.join(words)}"
+            f"{name}: the run ended with status {status} after {len(run.steps)} calls of "
+            f"train_step. {reason}. To try it alone, run MEGATRON_DISTOPT={switch.value} "
+            f"{shlex.join(words)}"
         )
     return run
 
@@ -163,7 +165,7 @@ def _reason(log: str, status: int) -> str:
     numbers = [*map(int, _KILLED.findall(log)), -status]
     # the launcher sends TERM to those that are left
     killed = [signal.Signals(each) for each in numbers if each > 0 and each != signal.SIGTERM]
-    causes += [f"A rank was ended by {each.name}" for each in killed[:1]]
+    causes += [f"A rank was killed by {each.name}" for each in killed[:1]]
     lines = [line.strip() for line in log.splitlines() if re.search(r"\w", line)]
     found = [*causes, *_REFUSED.findall(log), *raised[-1:], *lines[-1:], "no output"]
     return str(found[0]).rstrip(".")

@@ -42,7 +42,7 @@ from megatron_distopt.plugin.recording import RecordedParam
 
 # --- bounds at equal weights; relative where nothing else is said
 
-#: From 1 to the next number of fp32.
+#: The distance from 1 to the next number of fp32.
 _FP32_EPSILON = 2.0**-23
 #: A norm: the last bits of a sum of squares that fp32 adds up over many elements and ranks.
 _NORM_ROUNDING = 2.0**-16
@@ -51,7 +51,7 @@ _LOSS_ROUNDING = 8 * _FP32_EPSILON
 #: An element of an update: two roundings of the weight, and of the step twice that of the norm that
 #: clips it.
 _OF_WEIGHT, _OF_STEP = 2 * _FP32_EPSILON, 2 * _NORM_ROUNDING
-#: Elements that may differ by more, in any param: there is chance in few.
+#: Number of elements that may differ by more, in any param, because a few can by chance.
 _ANY_DIFFER = 3
 #: By how many numbers of 16 bits few elements may be off together: near 0, where numbers are close
 #: to each other, rounding moves one by as many as there are in a power of 2 of bf16.
@@ -69,8 +69,8 @@ _SHARE_VECTOR = 0.5
 _ITERATIONS_OF_GROWTH = 20
 #: What one rounding of a weight does to loss and norm, of that rounding: it is one of many.
 _OF_EPSILON = 1 / 8
-#: How many times as far apart ours may be as the host's own runs, and those as the bounds say: one
-#: draw of noise is no bound.
+#: How many times as far apart our run may be as the host's own runs, and these as the bounds: a
+#: single sample of noise is no bound.
 TIMES = 4.0
 #: The same of main params, where no sum evens out noise: one weight that rounds otherwise
 #: moves them ten times as far, and more, in each of the first updates, and when one does is chance.
@@ -126,7 +126,8 @@ def judge(own: RecordedRun, ours: RecordedRun, *hosts_others: RecordedRun) -> tu
         hosts_others: further runs of the host that differ from `own` by rounding alone.
 
     Raises:
-        ConfigError: the runs are no comparison: another training, or one without an update.
+        ConfigError: the runs cannot be compared: they are different trainings, or no update was
+            made.
     """
     _check_updates(own)
     found = differences(own, ours)
@@ -136,13 +137,13 @@ def judge(own: RecordedRun, ours: RecordedRun, *hosts_others: RecordedRun) -> tu
     yardsticks = [differences(own, other) for other in hosts_others]
     for each in chain(*yardsticks):
         if each.exceeds(TIMES * each.bound.limit):
-            unlike = f"the host's own two runs are apart by more than rounding: {each}"
+            unlike = f"the host's own two runs differ by more than rounding: {each}"
             return Outcome.NONE, f"No verdict: {unlike}. {_REPEATABLE}."
     for each in found:
         allowed = _allowed(each, found, yardsticks)
         if each.exceeds(allowed):
             if each.bound.look == START and not yardsticks:
-                unlike = f"the runs do not begin with equal weights: {each}"
+                unlike = f"the runs do not start with equal weights: {each}"
                 return Outcome.NONE, f"No verdict: {unlike}. {_REPEATABLE}."
             amount = f"{each}, of which rounding explains {allowed:.1e}"
             sentence = not_the_same(amount, each.bound.look)
@@ -166,7 +167,9 @@ def _check_updates(own: RecordedRun) -> None:
         found = f"The host skipped all steps, and its loss scale is still {scale:g}"
         remedy = "--initial-loss-scale 65536"
     num_steps = len(own.steps)
-    raise ConfigError(f"{found} after {num_steps}. Write more --iterations, or {remedy}.")
+    raise ConfigError(
+        f"{found} after {num_steps} iterations. Write more --iterations, or {remedy}."
+    )
 
 
 def _allowed(
@@ -203,8 +206,8 @@ def apart_text(found: Sequence[Deviation]) -> str:
     loss = max(each.apart for each in found if each.what == "loss")
     weights = max(each.apart for each in found if each.what == "weights")
     return (
-        f"losses are apart by at most {loss:.1e} of their value, weights by {weights:.1e} of the "
-        "way that they went"
+        f"losses differ by at most {loss:.1e} of their value, weights by {weights:.1e} of the "
+        "distance that they moved"
     )
 
 
@@ -217,7 +220,8 @@ def differences(one: RecordedRun, other: RecordedRun) -> list[Deviation]:
     if (one.params, len(one.steps)) != (other.params, len(other.steps)):
         raise ConfigError(
             f"A run of {len(other.steps)} iterations has other ranks, params or iterations than "
-            f"the host's own, of {len(one.steps)}. Start both lines alone and compare their logs."
+            f"the host's own run of {len(one.steps)}. Start both lines by themselves and compare "
+            "their logs."
         )
     found = list[Deviation]()
     was_equal = mains_were_equal = False

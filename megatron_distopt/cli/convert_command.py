@@ -20,8 +20,8 @@ def answer(parsed: argparse.Namespace) -> Answer:
         use = f"torch.load({str(done.path)!r}, weights_only=True)"
     elif done.is_iteration:
         use = (
-            "move it to iter_NNNNNNN in a --load folder whose latest_checkpointed_iteration.txt "
-            "says that number"
+            "move it to iter_NNNNNNN in a --load folder, and write that number into its "
+            "latest_checkpointed_iteration.txt"
         )
     else:
         use = (

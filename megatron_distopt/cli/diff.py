@@ -51,7 +51,7 @@ class _Pair:
     """A tensor that both checkpoints have."""
 
     key: str  # in the first
-    note: str  # how dtypes and shapes differ; empty where they do not
+    note: str  # how dtypes and shapes differ; empty where they are equal
     # of the rows that both have; of no element where the shapes differ otherwise
     difference: Difference
 
@@ -266,7 +266,7 @@ def _parts(
     noted: dict[str, list[str]] = {}
     for side, keys in alone.items():
         if keys:
-            noted[f"in {side} alone"] = [*keys]
+            noted[f"only in {side}"] = [*keys]
     for pair in pairs:
         if pair.note:
             noted.setdefault(pair.note, []).append(pair.key)

@@ -69,11 +69,13 @@ def answer(parsed: argparse.Namespace) -> Answer:
     num_problems = sum(finding.status is Status.PROBLEM for finding in findings)
     documents = [{**asdict(finding), "status": finding.status.value} for finding in findings]
     if num_problems:
-        verdict = f"{plural(num_problems, 'problem')}: this optimizer could not start"
+        verdict = (
+            f"{plural(num_problems, 'problem')} found: training with this optimizer could not start"
+        )
     elif any(finding.section == _TRIAL and finding.status is Status.OK for finding in findings):
         verdict = "no problem found: the training module can be imported"
     else:
-        verdict = "no problem found by reading; the import was not tried"
+        verdict = "no problem found by reading the source; the import was not tried"
     parts = [
         titled(section, rows((each.status.value, each.subject, each.text) for each in of_it))
         for section, of_it in groupby(findings, key=lambda finding: finding.section)
@@ -105,9 +107,9 @@ def diagnose(fork: Path | None, launch: Sequence[str], *, has_trial: bool = True
     )
     findings += [*check_launch_flags(launch, generation, switch), *_fixes(tree, switch)]
     if not has_trial:
-        findings.append(noted(_TRIAL, "import", "not tried: --no-trial"))
+        findings.append(noted(_TRIAL, "import", "not tried, because of --no-trial"))
     elif stops_imports:
-        findings.append(noted(_TRIAL, "import", "not tried: mend the problems above first"))
+        findings.append(noted(_TRIAL, "import", "not tried; fix the problems above first"))
     else:
         has_module = tree.has(_TRAINING_MODULE)
         module = _TRAINING_MODULE if has_module else generation.factory.module
@@ -121,7 +123,7 @@ def describe_fork(
     """Yields a finding for everything that is replaced in the fork; what else the adapter needs is
     checked when training starts."""
     yield ok(_FORK, "source", ", ".join(map(str, tree.roots)))
-    yield ok(_FORK, "generation", f"{generation.name}, as {generation.examples}")
+    yield ok(_FORK, "generation", f"{generation.name}, like {generation.examples}")
     for point in points:
         name = point.patch_point.attribute
         if point.refusal is not None:
@@ -160,36 +162,36 @@ def _variables(switch: Switch) -> Iterator[Finding]:
     given = sorted(name for name in os.environ if name.startswith("MEGATRON_DISTOPT"))
     shown = ", ".join(f"{name}={os.environ[name]}" for name in given) or "none is set"
     if switch is Switch.OFF:
-        text = f"{shown}: switched off, the host's own optimizer runs"
+        text = f"{shown}: switched off, so the host's own optimizer runs"
         yield noted(_ENVIRONMENT, "variables", text)
     elif not problems:
         yield ok(_ENVIRONMENT, "variables", shown)
 
 
 def _entry_points(points: Sequence[PatchPointInSource]) -> Iterator[Finding]:
-    """Checks that a patched fork finds the entry point; without it, it would train with its own
-    optimizer unnoticed."""
+    """Checks that a patched fork finds the entry point; without the entry point, the fork would
+    silently train with its own optimizer."""
     is_patched = any(point.is_patched for point in points)
     if any(entry.value == _OUR_ENTRY_POINT for entry in entry_points(group=GROUP)):
-        use = "unused until megatron-distopt patch --apply FORK"
+        use = "it is not used until megatron-distopt patch --apply FORK"
         if is_patched:
             use = "the fork asks for it"
         yield ok(_ENVIRONMENT, "entry point", f"distopt is registered in {GROUP}; {use}")
     else:
         report = problem if is_patched else noted
         text = (
-            f"distopt is not registered in {GROUP}. A patched fork needs it: run pip install "
+            f"distopt is not registered in {GROUP}, and a patched fork needs it. Run pip install "
             "megatron-distopt in this Python."
         )
         yield report(_ENVIRONMENT, "entry point", text)
     if find_spec("ray") is not None and points:
         text = (
-            "Ray's workers, which are other processes than the driver, train with the host's own "
-            "optimizer until megatron-distopt patch --apply, or "
+            "Ray's workers are other processes than the driver. They train with the host's own "
+            "optimizer until you run megatron-distopt patch --apply, or write "
             'runtime_env={"worker_process_setup_hook": "megatron_distopt.install"}'
         )
         if is_patched:
-            text = "Ray's workers get in by the entry point"
+            text = "Ray's workers use the entry point"
         yield noted(_ENVIRONMENT, "ray", text)
 
 
@@ -203,7 +205,7 @@ def _fixes(tree: SourceTree, switch: Switch) -> Iterator[Finding]:
         else:
             text = (
                 f"{fix.module} needs a fix that is switched off ({fix.what}). Unset "
-                f"{FIXES_VARIABLE} and MEGATRON_DISTOPT=0, or mend the fork."
+                f"{FIXES_VARIABLE} and MEGATRON_DISTOPT=0, or fix the fork."
             )
             yield problem(_TRIAL, "host fix", text)
 
@@ -225,17 +227,18 @@ def check_launch_flags(
     yield from _refusals(_LAUNCH, "flags", *checks)
     is_given = hasattr(parsed, FLAG)
     if is_given and switch is Switch.OFF:
-        text = "given, but MEGATRON_DISTOPT=0: the host's own distributed optimizer runs"
+        text = "given, but with MEGATRON_DISTOPT=0 the host's own distributed optimizer runs"
         yield noted(_LAUNCH, flag, text)
     elif is_given:
-        yield ok(_LAUNCH, flag, "given: this optimizer is used")
+        yield ok(_LAUNCH, flag, "given, so this optimizer is used")
     elif switch is Switch.REQUIRE:
         text = (
-            f"MEGATRON_DISTOPT=require, and {flag} is not given. Add {flag}, or unset the variable."
+            f"MEGATRON_DISTOPT=require is set, but {flag} is not given. Add {flag}, or unset the "
+            "variable."
         )
         yield problem(_LAUNCH, flag, text)
     else:
-        yield noted(_LAUNCH, flag, f"not given: the package is inert; add {flag} to use it")
+        yield noted(_LAUNCH, flag, f"not given, so this package does nothing; add {flag} to use it")
     if is_given:
         rows = core.REFUSED if generation is MEGATRON_CORE else megatron_2023.REFUSED
         for refusal in (row.refusal(parsed) for row in rows):

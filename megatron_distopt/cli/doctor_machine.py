@@ -34,7 +34,7 @@ def describe_machine(config: DistOptConfig) -> Iterator[Finding]:
         accelerator = find_accelerator(config.accelerator)
     # DeepSpeed's import fails in many ways, and each is to be shown
     except Exception as error:  # noqa: BLE001
-        found = f"deepspeed is installed and its import fails ({error})"
+        found = f"deepspeed is installed, but its import fails ({error})"
         remedy = "Repair deepspeed, or set MEGATRON_DISTOPT_ACCELERATOR=torch"
         text = str(error) if isinstance(error, ConfigError) else f"{found}. {remedy}."
         yield problem(_SECTION, "accelerator", text)

@@ -42,7 +42,9 @@ _CHILD = (
 #: How to get a module that pip does not install under its own name.
 _INSTALL = {
     "amp_C": "Build NVIDIA apex from its sources with its CUDA extensions",
-    "apex": "Build NVIDIA apex from its sources; pip install apex gets an unrelated project",
+    "apex": (
+        "Build NVIDIA apex from its sources, because pip install apex installs an unrelated project"
+    ),
     "transformer_engine": "Run pip install transformer-engine[pytorch]",
 }
 
@@ -87,9 +89,9 @@ def try_start(folder: Path, module: str, timeout_s: float = TIMEOUT_S) -> Findin
             if line.strip()
         ]
     if status == 0:
-        return ok(_SECTION, module, f"{what} in a Python of its own, in {folder}")
+        return ok(_SECTION, module, f"{what} in a separate Python, in {folder}")
     last = lines[-1].rstrip(".") if lines else f"Python ended with status {status}"
-    remedy = f'python -c "import {module}" in that folder shows the traceback'
+    remedy = f'For the traceback, run python -c "import {module}" in that folder'
     missing = re.search(r"No module named '(\w+)", last)
     if missing and missing[1] != "megatron":
         remedy = _INSTALL.get(missing[1], f"Install the package that provides {missing[1]}")

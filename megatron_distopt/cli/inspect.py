@@ -45,7 +45,7 @@ def answer(parsed: argparse.Namespace) -> Answer:
     parts = [
         titled("checkpoint", rows([*found.rows, *_head(found, params)])),
         titled("param groups", rows(_group_rows(manifest, params))),
-        titled("params, those that are alike in one line", rows(_param_rows(manifest, params))),
+        titled("params, with similar ones in one line", rows(_param_rows(manifest, params))),
     ]
     return Answer(document, parts)
 
@@ -70,7 +70,7 @@ def _head(found: Checkpoint, params: Mapping[str, _Kinds]) -> list[tuple[str, st
         ("written by", options_text(manifest.about)),
         ("optimizer", manifest.inner),
         ("steps", listed([*steps]) + skipped),
-        ("loss scale", scale or "none, or one that never changes"),
+        ("loss scale", scale or "none, or a constant one"),
         ("size", f"{', '.join(nums)}, {size_text(found.nbytes)} of state"),
         ("on disk", files),
     ]

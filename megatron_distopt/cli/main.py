@@ -25,32 +25,32 @@ _INTERRUPTED = 130
 #: What `convert` writes.
 FORMATS = ("distopt", "per-rank", "gathered", "plain", "torch")
 
-_DOCTOR = """Says whether training with this optimizer could start: reads the fork's source,
-looks at this Python, its devices and launchers, and tries in another process to install the
-package and to import the fork's training module, which needs no GPU of its own and leaves
-nothing behind. Exit status 0 if it could start, 1 if there is a problem."""
+_DOCTOR = """Says whether training with this optimizer could start. It reads the fork's source,
+looks at this Python, its devices and launchers, and then installs the package and imports the
+fork's training module in another process. That trial needs no GPU and leaves nothing behind.
+Exit status 0 if training could start, 1 if there is a problem."""
 _DOCTOR_EXAMPLES = """examples:
   megatron-distopt doctor                          the Megatron that this Python would import
   megatron-distopt doctor ~/Megatron-DeepSpeed -- --use-distributed-optimizer --bf16"""
-_PATCH = f"""Lets a fork find this package by itself: {len(BLOCK)} marked lines after its
-get_megatron_optimizer ask for installed packages that register an optimizer factory. The place
-is found by the syntax tree, so it works on a fork that has drifted. Exit status 0 if it can be
-or is done, 1 if not."""
-_COMPARE = """Runs the first iterations of a training with the host's optimizer and with this
-one, and says whether they are the same: to the bit, but for rounding, or from where on not.
-LAUNCH LINE is one of torchrun, deepspeed or python. No checkpoint is read or written. Writes
-compare.json and compare.png. Exit status 0 if they are the same, 1 if not, 3 if there is no
-verdict: the host's own run cannot be repeated, or did not run."""
+_PATCH = f"""Lets a fork find this package by itself. It adds {len(BLOCK)} marked lines after the
+fork's get_megatron_optimizer, which ask for installed packages that register an optimizer factory.
+The place is found in the syntax tree, so this also works on a fork that has drifted. Exit status 0
+if the patch is applied or can be, 1 if not."""
+_COMPARE = """Runs the first iterations of a training with the host's optimizer and with this one,
+and says whether they are equal to the bit, equal but for rounding, or where they begin to differ.
+LAUNCH LINE starts with torchrun, deepspeed or python. No checkpoint is read or written.
+The results are in compare.json and compare.png. Exit status 0 if the runs are the same, 1 if not,
+3 if there is no verdict, because the host's own run did not run or cannot be repeated."""
 _CHECKPOINT = """CKPT is the folder of a checkpoint, its manifest.json, an iteration, or the
---save folder of a run, of which it takes the latest iteration. It may be in
-any format that convert reads. Needs no GPU, no process group, no Megatron."""
+--save folder of a run, whose latest iteration is taken. It may be in any
+format that convert reads. No GPU, process group or Megatron is needed."""
 _INSPECT = """Prints what a checkpoint holds, without reading a tensor: params, shapes,
 dtypes, files, param groups, steps, the loss scale, and who wrote it.
 
 """
-_VERIFY = """Reads a whole checkpoint, and names file and param of all that is wrong:
-checksums, elements that are missing or there twice, values that are not
-finite. Exit status 0 if it is whole, 1 if not.
+_VERIFY = """Reads a whole checkpoint, and names the file and the param of everything that
+is wrong: checksums, missing or repeated elements, and values that are not
+finite. Exit status 0 if nothing is wrong, 1 if something is.
 
 """
 _DIFF = """Compares two checkpoints, written at any sizes: of every tensor the largest
@@ -61,23 +61,23 @@ are equal to the bit, 1 if not, 2 if one cannot be read.
 A and B are what inspect takes for CKPT."""
 _CONVERT = """Reads a checkpoint in one format and writes it in another:
 
-  distopt     of this package; loads at any size
-  per-rank    of Megatron-LM 23.04: a file a rank, for one data-parallel size
-  gathered    of the Megatrons since 23.06, Megatron-DeepSpeed among them
-  plain       of a Megatron without a distributed optimizer
+  distopt     this package's own; loads at any size
+  per-rank    Megatron-LM 23.04: one file a rank, for one data-parallel size
+  gathered    Megatrons since 23.06 and Megatron-DeepSpeed
+  plain       a Megatron without a distributed optimizer
   torch       one file for torch.load
 
-SRC is what inspect takes. per-rank, gathered and plain need the model files of
-its iteration, and DST is then a new iteration with them."""
+SRC is whatever inspect takes as CKPT. per-rank, gathered and plain need the
+model files of its iteration; DST is then a new iteration that has them."""
 
 #: By name: the module that answers, a question, and what it does.
 _COMMANDS = {
-    "doctor": ("doctor", "would training start here, and with what?", _DOCTOR),
-    "patch": ("patch", "let a fork find this package by itself, or take that out again", _PATCH),
-    "compare": ("compare_command", "does a training stay as it is?", _COMPARE),
+    "doctor": ("doctor", "could training start here, and with what?", _DOCTOR),
+    "patch": ("patch", "let a fork find this package by itself, or undo that", _PATCH),
+    "compare": ("compare_command", "does a training stay the same with this optimizer?", _COMPARE),
     "inspect": ("inspect", "what does a checkpoint hold?", _INSPECT + _CHECKPOINT),
-    "verify": ("verify", "is a checkpoint whole?", _VERIFY + _CHECKPOINT),
-    "diff": ("diff", "in what do two checkpoints differ?", _DIFF),
+    "verify": ("verify", "is a checkpoint complete and undamaged?", _VERIFY + _CHECKPOINT),
+    "diff": ("diff", "how do two checkpoints differ?", _DIFF),
     "convert": ("convert_command", "write a checkpoint in another format", _CONVERT),
     "plan": (
         "plan_command",
@@ -146,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.usage = f"{_PROGRAM} doctor [-h] [--json] [--no-trial] [FORK] [-- LAUNCH FLAGS ...]"
     doctor.epilog = _DOCTOR_EXAMPLES
-    text = "import nothing of the fork: for a login node without its packages"
+    text = "do not import anything of the fork, for a login node without its packages"
     doctor.add_argument("--no-trial", dest="has_trial", action="store_false", help=text)
     doctor.add_argument("fork", nargs="?", type=Path, metavar="FORK", help=_FORK)
     compare.usage = (
@@ -154,20 +154,28 @@ def _parser() -> argparse.ArgumentParser:
         "LINE"
     )
     compare.add_argument(
-        "--iterations", type=_count, default=20, metavar="N", help="of each run (default 20)"
+        "--iterations",
+        type=_count,
+        default=20,
+        metavar="N",
+        help="iterations of each run (default 20)",
     )
     compare.add_argument(
-        "--keep-load", action="store_true", help="begin with the checkpoint that the line loads"
+        "--keep-load", action="store_true", help="start from the checkpoint that the line loads"
     )
     compare.add_argument(
-        "--output", type=Path, default=Path(), metavar="DIR", help="for the two files (default .)"
+        "--output",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="folder for the two files (default .)",
     )
     compare.set_defaults(refused=3)
     what = patch.add_mutually_exclusive_group(required=True)
     for action, meaning in (
-        ("check", "say whether it can be done or is done, and print the difference"),
+        ("check", "say whether the patch can be applied or is applied, and print the difference"),
         ("apply", "put the lines in"),
-        ("undo", "take exactly those lines out; the file is as before, to the byte"),
+        ("undo", "take exactly those lines out, which restores the file to the byte"),
     ):
         what.add_argument(
             f"--{action}", dest="action", action="store_const", const=action, help=meaning
@@ -182,12 +190,15 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("target", type=Path, metavar="DST", help="the folder or file to write")
     convert.add_argument("--to", choices=FORMATS, required=True, help="the format to write")
     convert.add_argument(
-        "--dp", type=_count, metavar="N", help="data-parallel size of the run to come"
+        "--dp", type=_count, metavar="N", help="data-parallel size of the run that will load it"
     )
-    text = "the averages of a run with ema_decay become the params, in the model files as well"
+    text = "use the averages of a run with ema_decay as the params, also in the model files"
     convert.add_argument("--averaged", action="store_true", help=text)
     convert.add_argument(
-        "--resume-step", type=_count, metavar="N", help="updates so far, where SRC does not say it"
+        "--resume-step",
+        type=_count,
+        metavar="N",
+        help="number of updates so far, if SRC does not have it",
     )
     plan_command.add_arguments(of["plan"], _count)
     return parser

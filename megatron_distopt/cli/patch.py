@@ -27,13 +27,13 @@ def answer(parsed: argparse.Namespace) -> Answer:
         text = f"undone: {place}; the file is as it was before"
     elif action == "check" and not is_applied:
         text = (
-            f"can be applied: {place}; megatron-distopt patch --apply {fork} puts them "
-            f"in\n\n{as_diff(edit)}"
+            f"can be applied: {place}. To put them in, run megatron-distopt patch --apply "
+            f"{fork}\n\n{as_diff(edit)}"
         )
     else:
         text = (
-            f"{'is ' if is_applied else ''}applied: {place}; megatron-distopt patch --undo {fork} "
-            "takes them out"
+            f"{'is ' if is_applied else ''}applied: {place}. To take them out, run "
+            f"megatron-distopt patch --undo {fork}"
         )
     return Answer({}, [text.removesuffix("\n")])
 

@@ -37,24 +37,24 @@ from megatron_distopt.layout.estimate import (
     sent_for_statistics,
 )
 
-DESCRIPTION = """Works out, before anything is started, what a choice of parallel sizes, dtypes
-and buckets costs: bytes a rank by kind, buckets, and what a step's collectives
-send. With --memory it says whether that fits into a device, and how many ranks
-are needed.
+DESCRIPTION = """Works out what a choice of parallel sizes, dtypes and buckets costs, before
+anything is started: bytes of a rank by kind, buckets, and bytes that the
+collectives of a step send. With --memory it also says whether that fits into
+a device, and how many ranks are needed.
 
 The model is a Megatron GPT. docs/plan.md says what each figure means."""
 
 _SIZES = (
     ("--layers", "transformer layers, all stages together"),
-    ("--hidden", "width"),
-    ("--vocab", "tokens; padded to a multiple of 128 times tp, as Megatron does"),
-    ("--heads", "attention heads; needed where keys have fewer"),
-    ("--kv-heads", "heads of keys and values, where they have fewer"),
-    ("--head-dim", "width of a head; hidden / heads"),
-    ("--ffn", "width of the MLP; 4 times hidden, 8/3 times of a gated one"),
-    ("--seq", "tokens of a sequence, which is to say rows of learned positions; 2048"),
+    ("--hidden", "width of the model"),
+    ("--vocab", "tokens, padded to a multiple of 128 times tp as in Megatron"),
+    ("--heads", "attention heads; needed if there are fewer heads of keys"),
+    ("--kv-heads", "heads of keys and values, if there are fewer"),
+    ("--head-dim", "width of a head; default hidden / heads"),
+    ("--ffn", "width of the MLP; default 4 times hidden, 8/3 times with a gate"),
+    ("--seq", "tokens of a sequence, which are the rows of learned positions; default 2048"),
     ("--experts", "experts in the MLP of each layer"),
-    ("--expert-ffn", "width of an expert; as --ffn"),
+    ("--expert-ffn", "width of an expert; default as --ffn"),
 )
 LLAMA = {"is_gated": True, "is_rms": True, "is_rotary": True, "has_bias": False, "is_tied": False}
 #: Switches, and the fields that they set.
@@ -63,13 +63,17 @@ _SWITCHES = (
     ("--rms", {"is_rms": True}, "RMSNorm"),
     ("--rotary", {"is_rotary": True}, "no learned positions"),
     ("--no-bias", {"has_bias": False}, "linear layers without a bias"),
-    ("--qkv-bias", {"has_qkv_bias": True}, "but with one for queries, keys and values"),
     (
-        "--untied",
-        {"is_tied": False},
-        "the output layer has a weight of its own, and not the word embedding's",
+        "--qkv-bias",
+        {"has_qkv_bias": True},
+        "queries, keys and values have a bias even with --no-bias",
     ),
-    ("--tied", {"is_tied": True}, "the output layer is the word embedding; the default"),
+    ("--untied", {"is_tied": False}, "the output layer has a weight of its own"),
+    (
+        "--tied",
+        {"is_tied": True},
+        "the output layer shares the word embedding's weight; the default",
+    ),
     ("--llama", LLAMA, "--gated --rms --rotary --no-bias --untied"),
 )
 #: Kinds of state: words to choose from, the default, and what is meant.
@@ -97,18 +101,26 @@ def add_arguments(command: argparse.ArgumentParser, count: Callable[[str], int])
         )
     group = command.add_argument_group("choice")
     for name in ("data", "tensor", "pipeline", "expert"):
-        flag, text = f"--{name[0]}p", f"{name}-parallel size; 1"
+        flag, text = f"--{name[0]}p", f"{name}-parallel size; default 1"
         group.add_argument(flag, type=count, default=1, metavar="N", help=text)
     for flag, words, default, text in _FORMS:
-        group.add_argument(flag, choices=tuple(words), default=default, help=f"{text}; {default}")
-    text = "part of the state of 16-bit params that is on the host, by whole buckets and in fp32; 0"
+        group.add_argument(
+            flag, choices=tuple(words), default=default, help=f"{text}; default {default}"
+        )
+    text = (
+        "fraction of the state of 16-bit params that is kept on the host, by whole buckets and "
+        "in fp32; default 0"
+    )
     group.add_argument("--offload-fraction", type=float, default=0.0, metavar="F", help=text)
-    text = "averages of the main params in fp32, with any decay such as 0.999; none"
+    text = "keep averages of the main params in fp32, with any decay such as 0.999; default none"
     group.add_argument("--ema-decay", type=float, metavar="D", help=text)
-    text = "elements of a bucket; auto for what runs with overlap choose; one bucket a buffer"
+    text = (
+        "elements of a bucket, or auto for what runs with overlap choose; default one bucket a "
+        "buffer"
+    )
     bucket = partial(_bucket_size, count)
     group.add_argument("--bucket-size", type=bucket, metavar="N", help=text)
-    text = "memory of a device: says whether it fits, and with how many ranks it would"
+    text = "memory of a device: say whether the choice fits, and with how many ranks it would"
     command.add_argument("--memory", type=count, metavar="GIB", help=text)
 
 
@@ -123,7 +135,7 @@ def _sizes_of(parsed: argparse.Namespace) -> GptSizes:
         given |= switch
     for name in ("layers", "hidden", "vocab"):
         if name not in given:
-            raise ConfigError(f"The model has no {name}. Write --{name} N.")
+            raise ConfigError(f"--{name} is missing, and the model needs it. Write --{name} N.")
     return GptSizes(**given)
 
 
@@ -218,8 +230,8 @@ def layout_of(params: Sequence[StageParam], choice: Choice, num_shards: int) -> 
         bucket_size = default_bucket_size(sum(spec.numel for spec in specs), num_shards)
     elif bucket_size is not None and bucket_size < num_shards:
         raise ConfigError(
-            f"A bucket of {bucket_size} elements has less than one for each of {num_shards} ranks. "
-            "Write --bucket-size 40000000."
+            f"A bucket of {bucket_size} elements has fewer than one for each of {num_shards} "
+            "ranks. Write --bucket-size 40000000."
         )
     alignment = alignment_for(
         choice.main_params_dtype, choice.exp_avg_dtype, choice.exp_avg_sq_dtype
@@ -280,14 +292,17 @@ def answer(parsed: argparse.Namespace) -> Answer:
 
 def _fits(left_nbytes: int, needed: int | None, choice: Choice) -> Iterator[tuple[str, str]]:
     if left_nbytes >= 0:
-        text = f"{size_text(left_nbytes)} are left for activations and all that is not planned"
+        text = (
+            f"{size_text(left_nbytes)} are left for activations and everything else that is not "
+            "planned"
+        )
         yield "fits", text
     else:
         yield "does not fit", f"{size_text(-left_nbytes)} are missing"
     if needed is None:
         yield (
             "ranks needed",
-            "no number of data-parallel ranks is enough: write a larger --tp or --pp, "
+            "no number of data-parallel ranks is enough; use a larger --tp or --pp, "
             "--main-params-dtype remainder, --grad-dtype param, or --offload-fraction 0.5",
         )
     else:

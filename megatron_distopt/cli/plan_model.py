@@ -87,7 +87,7 @@ class GptSizes:
         if self.heads is None or self.hidden % self.heads:
             raise ConfigError(
                 f"The hidden size {self.hidden} is not divisible by {self.heads} heads. Write "
-                "--heads or --head-dim."
+                "other --heads, or --head-dim."
             )
         return self.hidden // self.heads
 

@@ -63,7 +63,7 @@ class Status(Enum):
     """The meaning of a finding for training."""
 
     OK = "ok"
-    NOTE = "note"  # good to know; the optimizer could start
+    NOTE = "note"  # worth knowing; the optimizer could start
     PROBLEM = "problem"  # training with this optimizer could not start
 
 

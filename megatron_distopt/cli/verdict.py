@@ -1,4 +1,4 @@
-"""What `compare` says about two runs: that they are the same, or from where on they are not and
+"""What `compare` says about two runs: that they are the same, or where they begin to differ and
 where to look.
 
 The order in which things differ tells causes apart. A step computes gradients from params and data,
@@ -17,16 +17,18 @@ class Outcome(Enum):
 
     SAME = 0
     DIFFERENT = 1
-    #: The runs do not tell: the host's own differ as much, or did not run.
+    #: The runs do not decide it: the host's own runs differ as much, or did not run.
     NONE = 3
 
 
 #: Where to look, by what differs first.
-START = "seed and checkpoint of the start"
-FORWARD = "data, dropout and the forward pass: both had the same weights"
-SUM_OF_GRADIENTS = "the sum of gradients over ranks and their norm: both had the same weights"
+START = "the seed and the checkpoint of the start"
+FORWARD = "data, dropout and the forward pass, because both had the same weights"
+SUM_OF_GRADIENTS = (
+    "the sum of gradients over ranks and their norm, because both had the same weights"
+)
 UPDATE = "learning rate, clipping and the rule of the update"
-STATE = "moments, precision of main params and other state that steps hand on"
+STATE = "moments, the precision of main params and other state that one step hands to the next"
 OVERFLOW = "what counts as overflow"
 
 

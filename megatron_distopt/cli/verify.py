@@ -56,7 +56,7 @@ def answer(parsed: argparse.Namespace) -> Answer:
         if found.is_ours:
             text = f"{plural(len(manifest.files), 'file')}, {size_text(manifest.nbytes)}"
             checked["files"] = f"{text}: sizes and checksums are right"
-            checked[_METADATA_AREA] = "size and checksum are right: torch alone can read it"
+            checked[_METADATA_AREA] = "size and checksum are right, so torch alone can read it"
             problems += _file_problems(found.path, manifest, progress)
         damaged = {key for problem in problems for key in problem.keys}
         whole = {key: info for key, info in tensors.items() if key not in damaged}
@@ -68,11 +68,11 @@ def answer(parsed: argparse.Namespace) -> Answer:
     text = f"{plural(len(tensors), 'tensor')} of {num_params}"
     checked["tensors"] = f"{text}: each element has one place"
     checked["values"] = f"{plural(num_values, 'value')}: all finite"
-    verdict = "no problem found: it is whole"
+    verdict = "no problem found: the checkpoint is complete"
     if problems:
         remedy = "load an earlier checkpoint"
         if {problem.area for problem in problems} == {_METADATA_AREA}:
-            remedy = f"megatron-distopt convert {found.path} NEW --to distopt mends it"
+            remedy = f"megatron-distopt convert {found.path} NEW --to distopt repairs it"
         verdict = f"{plural(len(problems), 'problem')}: {remedy}"
     document = {
         **found.document,
@@ -116,7 +116,7 @@ def _file_problems(folder: Path, manifest: Manifest, progress: _Progress) -> Ite
     if manifest.metadata is not None:
         text = _fault(folder / METADATA, *manifest.metadata)
     if text:
-        text += ": torch alone cannot rely on it, loading by megatron-distopt needs none"
+        text += ", so torch alone cannot rely on it; megatron-distopt does not need it"
         yield Problem(_METADATA_AREA, METADATA, text)
 
 
@@ -147,7 +147,7 @@ def _value_problems(source: Source, manifest: Manifest, key: str) -> list[Proble
     first = places[0].tolist()
     text = f"holds {tensor[tuple(first)].item()} at {first}"
     if len(places) > 1:
-        text += f"; {len(places):,} of its values are not finite"
+        text += f", and {len(places):,} of its values are not finite"
     return [Problem("values", key, text, (key,))]
 
 
@@ -157,8 +157,7 @@ def non_finite(tensor: Tensor) -> Tensor:
     if not tensor.is_floating_point():
         return none
     wide = tensor if tensor.element_size() > 1 else tensor.float()  # float8 cannot be added up
-    # inf and nan never leave a sum again, and a sum is one pass without a copy; one that overflows
-    # is looked at again.
+    # A sum shows any inf or nan in one pass without a copy; a sum that overflows is checked again.
     if math.isfinite(wide.sum(dtype=torch.float32).item()):
         return none
     return torch.isfinite(wide).logical_not_().nonzero()

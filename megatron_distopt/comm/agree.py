@@ -1,7 +1,6 @@
 """Checks over ranks: a difference between them is named instead of hanging in a collective.
 
-Each costs a few small exchanges of objects, which ranks of one job send each other; none is read
-from a file.
+Each check exchanges a few small objects between the ranks of the job. None is read from a file.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from megatron_distopt.errors import RanksDisagreeError
 
 T = TypeVar("T")
 
-#: Sent with every value, so that a rank which is in some other exchange is recognised.
+#: Sent with every value, so that a rank that takes part in some other exchange is recognised.
 _TAG = "megatron_distopt"
 
 
@@ -34,8 +33,8 @@ class Field:
 
 
 def two_that_differ(said: Sequence[Any]) -> tuple[int, int] | None:
-    """Of what ranks said, one that said something unusual and one that said the usual; None where
-    all said the same.
+    """The first rank with an unusual value and the first with the most common one; None where all
+    values are equal.
 
     >>> two_that_differ(["a", "a", "b"]), two_that_differ(["a", "a"])
     ((2, 0), None)
@@ -62,8 +61,9 @@ def exchange(value: T, group: Group) -> list[T]:
     for rank, record in enumerate(received):
         if not (isinstance(record, tuple) and len(record) == 2 and record[0] == _TAG):
             raise RanksDisagreeError(
-                f"Rank {group.global_rank(rank)} does not run megatron_distopt here. Run it on all "
-                f"{group.size} ranks: start every rank with the same flags and variables."
+                f"Rank {group.global_rank(rank)} does not run megatron_distopt here, and it must "
+                f"run on all {group.size} ranks. Start every rank with the same flags and "
+                "variables."
             )
     return [record[1] for record in received]
 
@@ -87,7 +87,7 @@ def exchange_together(check: Callable[[], T], group: Group, what: str = "start-u
     """Collective: returns what `check` returned on every rank, by rank of the group, if it passed
     on all of them.
 
-    Raises: as of `raise_together`.
+    Raises: like `raise_together`.
     """
     own: Exception | None = None
     record: tuple[str, Any] = "", None
@@ -101,8 +101,8 @@ def exchange_together(check: Callable[[], T], group: Group, what: str = "start-u
     for rank, (text, _) in enumerate(records):
         if text:
             raise RanksDisagreeError(
-                f"Invalid {what}: rank {group.global_rank(rank)} refused with «{text}». Must pass "
-                f"on all {group.size} ranks. Mend what that rank reports."
+                f"During {what}, rank {group.global_rank(rank)} raised «{text}». This must pass "
+                f"on all {group.size} ranks. Fix what that rank reports."
             )
     # there are values where nothing was raised
     return [value for _, value in records]  # type: ignore[misc]
@@ -130,8 +130,8 @@ def compare(fields: Sequence[Field], group: Group) -> None:
         odd_ranks = [rank for rank, digest in enumerate(column) if digest != column[usual]]
         numbers = ", ".join(str(group.global_rank(rank)) for rank in odd_ranks)
         raise RanksDisagreeError(
-            f"Invalid {field.what}: rank {group.global_rank(odd)} has {theirs} as number {number} "
-            f"where rank {group.global_rank(usual)} has {ours}. Must be the same on all "
-            f"{group.size} ranks. Start rank(s) {numbers} with the code and options of the "
+            f"Ranks differ in {field.what}: rank {group.global_rank(odd)} has {theirs} as item "
+            f"{number} where rank {group.global_rank(usual)} has {ours}. They must be equal on "
+            f"all {group.size} ranks. Start rank(s) {numbers} with the code and options of the "
             f"others{field.remedy}."
         )

@@ -2,10 +2,10 @@
 collective.
 
 [Note: signs of life] Each rank counts in torch's store and reads the count of one other, the next
-in a ring. What would make that lie: torch's own client is locked while the main thread waits in it,
-so there is one of our own; a call to a store whose node is gone never returns, so that a second
-thread watches the first; a process that stood still learned nothing of others meanwhile, so that
-silence is counted in time in which this process itself was awake."""
+in a ring. Three things would falsify that. torch's own client is locked while the main thread waits
+in it, so this thread has a client of its own. A call to a store whose node is gone never returns,
+so a second thread watches the first. A process that stood still could not hear the others, so only
+time in which this process was awake counts as their silence."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ if dist.is_available():
 _log = logging.getLogger("megatron_distopt")
 #: Signs that a rank gives within the time limit. A lost one is named by all others within 3 more.
 _NUM_SIGNS = 12
-#: Below zero is the count of a rank that ended in an orderly way.
+#: Subtracted from the count of a rank that ends in an orderly way, which makes it negative.
 _DONE = 1 << 40
-#: For a last message, which a handler that another thread has locked would hold up forever.
+#: Limit for writing the last message, which a log handler that another thread has locked would
+#: block forever.
 _SECONDS_TO_SPEAK = 2.0
 
 
@@ -62,7 +63,7 @@ class LifeSigns:
         self._serves = self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._store = store  # torch's; held, because one that this process serves would end with it
         self._client: TCPStore | None = None
-        told = exchange_together(self._greeting, everyone, "protect_timeout")
+        told = exchange_together(self._greeting, everyone, "set-up of protect_timeout")
         self._prefix = f"megatron_distopt/alive/{told[0][0]}"
         self._names = [
             f"rank {everyone.global_rank(rank)} on {node}" for rank, (_, node) in enumerate(told)
@@ -76,8 +77,8 @@ class LifeSigns:
         self._talker: threading.Thread | None = None
 
     def _greeting(self) -> tuple[str, str]:
-        """Connects before anybody counts: the store stands still while it looks up the name of a
-        new client's host."""
+        """Connects before any rank counts: the store serves nobody while it looks up the host name
+        of a new client."""
         if self._size > 1 and isinstance(self._store, TCPStore):
             self._client = self._connected(self._store)
         return uuid.uuid4().hex, socket.gethostname()
@@ -91,11 +92,11 @@ class LifeSigns:
         if self._client is None:
             kind = type(self._store).__name__
             what = (
-                f"torch's store is a {kind}, not a TCPStore"
+                f"torch's store is a {kind}, and only a TCPStore can be watched"
                 if self._size > 1
                 else "there is one rank"
             )
-            return f"Lost ranks are not noticed: {what}."
+            return f"Lost ranks will not be noticed: {what}."
         if self._talker is None:
             self._talker = begin_thread(self._talk, "alive", self._store)
             begin_thread(self._watch_store, "alive, store")
@@ -142,7 +143,8 @@ class LifeSigns:
             what = f"{self._names[self._watched]} showed no life for {self._silence:.1f} s"
             store.set(
                 "lost",
-                f"{what}. Set protect_timeout to more than {self._timeout:g} s if it is only slow",
+                f"{what}. If that rank is only slow, set protect_timeout to more than "
+                f"{self._timeout:g} s",
             )
 
     def _watch_store(self) -> None:
@@ -151,18 +153,18 @@ class LifeSigns:
             if self._num_unanswered > _NUM_SIGNS:
                 if not self._num_done:
                     self._end(
-                        f"torch's store did not answer for {self._timeout:g} s, as if its node "
-                        "were lost"
+                        f"torch's store did not answer for {self._timeout:g} s, so its node is "
+                        "probably lost"
                     )
                 _log.warning(
-                    "Lost ranks are noticed no longer: torch's store ended after the first ranks "
-                    "did."
+                    "Lost ranks are no longer noticed, because torch's store ended when the "
+                    "first ranks did."
                 )
                 return
 
     def _end(self, reason: str) -> None:
         text = (
-            f"{self._names[self._rank]} ends itself, so that the launcher starts all ranks anew: "
+            f"{self._names[self._rank]} ends itself so that the launcher restarts all ranks: "
             f"{reason}."
         )
         begin_thread(_speak, "last words", text).join(_SECONDS_TO_SPEAK)

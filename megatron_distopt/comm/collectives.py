@@ -85,9 +85,9 @@ def check_debug_level(device: torch.device, group: Group, how: Reduction) -> Non
     has_messages = how.reduce_dtype or not shares_memory(device, group)
     if has_messages and dist.get_debug_level().name == "DETAIL":  # type: ignore[attr-defined]
         raise ConfigError(
-            "TORCH_DISTRIBUTED_DEBUG is DETAIL, with which torch cannot tell overlapped messages "
-            "over gloo from an error. Write TORCH_DISTRIBUTED_DEBUG=INFO, or leave "
-            "overlap_grad_reduce and overlap_param_gather out."
+            "TORCH_DISTRIBUTED_DEBUG is DETAIL, and with it torch mistakes overlapped messages "
+            "over gloo for an error. Write TORCH_DISTRIBUTED_DEBUG=INFO, or leave out "
+            "overlap_grad_reduce and overlap_param_gather."
         )
 
 
@@ -120,8 +120,7 @@ def reduce_scatter(
     Args:
         bucket: 1-D; outside `shard` its values have no meaning afterwards.
         shard: 1-D [bucket.numel / group.size], the view of `bucket` that this rank owns.
-        group: of the ranks that take part; its collectives run in the order in which they are
-            called.
+        group: the ranks that take part; its collectives run in the order in which they are called.
         how: see `Reduction`.
         overlapped: only begins; `bucket` must not be touched until the returned collective has been
             waited for.
@@ -146,7 +145,7 @@ def reduce_scatter(
     if overlapped:
         return pending
     pending.wait()
-    return Pending()  # nothing is added up twice
+    return Pending()  # whose wait does not add up again
 
 
 def _begin_pairwise(act: Callable[[], None], group: Group) -> Pending:
@@ -160,8 +159,8 @@ def _pending(work: dist.Work | None) -> Pending:
 
 
 def members_of(device: torch.device, group: Group, how: Reduction) -> Members | None:
-    """The ranks of each node, which add up first; none where nobody knows, and None without a
-    reduce dtype."""
+    """The ranks of each node, which add up among themselves first. Empty where the nodes are
+    unknown, None without a reduce dtype."""
     if how.reduce_dtype is None:
         return None
     nodes = nodes_of(group)
@@ -200,8 +199,8 @@ def all_gather(bucket: Tensor, shard: Tensor, group: Group, *, overlapped: bool 
 
 @contextmanager
 def coalesced(tensor: Tensor, group: Group) -> Iterator[None]:
-    """Makes one launch of the collectives of one kind that are called meanwhile, where the backend
-    gains from that."""
+    """Launches all collectives of one kind that are called inside this context at once, where the
+    backend gains from that."""
     if group.size > 1 and backend_of(tensor.device, group) in _LIKE_NCCL:
         with dist.distributed_c10d._coalescing_manager(group.handle):
             yield
@@ -245,10 +244,10 @@ def share_initial(tensors: Iterable[Tensor], group: Group, device: torch.device)
         tensors: of any strides, dtypes and devices; as many, as large and of the same dtypes on
             every rank.
         group: whose rank 0 counts.
-        device: one that the group's backend carries.
+        device: one whose tensors the group's backend can send.
     """
     for tensor in (each for each in tensors if group.size > 1 and each.numel()):
-        # As bytes, because not every backend carries every dtype.
+        # As bytes, because not every backend can send every dtype.
         packed = tensor.detach().to(device).contiguous()
         dist.broadcast(
             packed.view(-1).view(torch.uint8), src=group.global_rank(0), group=group.handle
@@ -267,8 +266,9 @@ def gather_to_first(part: Tensor, group: Group) -> Tensor | None:
     elsewhere.
 
     Args:
-        part: 1-D, as long on every rank, on a device that the group's backend carries.
-        group: of the ranks that take part.
+        part: 1-D, equally long on every rank, on a device whose tensors the group's backend can
+            send.
+        group: the ranks that take part.
     """
     if group.size == 1:
         return part
@@ -296,8 +296,8 @@ def sum_over(tensor: Tensor, group: Group) -> None:
 
 
 class Tally(NamedTuple):
-    """A number that ranks tell each other by the all-reduce of a step, with its square; or the sums
-    of both over ranks.
+    """A number of a rank and its square, which the all-reduce of a step adds up; or their sums over
+    ranks.
 
     All ranks had the same number where the mean of the squares is the square of the mean. Numbers
     are small, so that these sums are exact.
@@ -314,7 +314,7 @@ class Tally(NamedTuple):
         return cls(number, number**2)
 
     def spread(self, num_ranks: int) -> Any:
-        """Of sums over so many ranks: above 0 where the numbers differ, and otherwise 0."""
+        """Above 0 where the numbers of the ranks differ, otherwise 0; to be called on the sums."""
         return num_ranks * self.squared - self.number**2
 
 

@@ -12,10 +12,9 @@ their params; the first rank's order is taken by all.
 [Note: complete buckets] In the first step no bucket of grads is launched before backward has ended:
 that step shows how often a gradient arrives in a microbatch (once, or once for every use of a
 recomputed module). Afterwards a bucket is complete when each of its gradients has arrived as often
-in all microbatches. A bucket of which a gradient does not arrive (a branch that was not taken), or
-is changed after backward (`defer`), and the buckets behind it, are launched
-when the step asks for the sums: later than possible, but the same collectives in one order on every
-rank.
+in all microbatches. If a gradient of a bucket does not arrive (a branch that was not taken) or is
+changed after backward (`defer`), this bucket and those behind it are launched when the step asks
+for the sums. That is late, but all ranks still run the same collectives in the same order.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Launches:
 
     Args:
         kind: their name in a profiler.
-        begin: launches one of them; from the whole and this rank's shard.
+        begin: launches one of them, given the whole bucket and this rank's shard.
         group: whose ranks agree on the order.
 
     Attributes:
@@ -117,7 +116,7 @@ class Launches:
                 self.under_way[number].wait()
 
     def agree(self, wanted: list[int] | None) -> None:
-        """Collective: takes the order that the first of the ranks with a wish wants; to be called
+        """Collective: takes the order that the first rank with a known order has seen; to be called
         until `is_agreed`.
 
         Args:
@@ -256,8 +255,8 @@ class Communicator:
         self._met: list[int] = []
         self._is_met_by_reads = False
         if overlap_grads and group.size > 1:
-            # One that was abandoned in the middle of a step must not block this one; the same on
-            # all ranks.
+            # A communicator that was abandoned in the middle of a step must not block this one. All
+            # ranks forget it alike.
             _last_launcher.pop(group.own_handle, None)
 
     def add(
@@ -321,9 +320,10 @@ class Communicator:
         """
         if self.is_reducing(name):
             raise LayoutError(
-                f"The gradient of {name!r} arrived after its bucket was reduced, and has to arrive "
-                "as often in every microbatch as in the first step. Call all but the last backward "
-                "of a step inside no_sync(), or write overlap_grad_reduce=False."
+                f"The gradient of {name!r} arrived after its bucket was reduced. Each gradient "
+                "must arrive as often in every microbatch as it did in the first step. Call all "
+                "but the last backward of a step inside no_sync(), or write "
+                "overlap_grad_reduce=False."
             )
 
     @contextmanager
@@ -373,8 +373,8 @@ class Communicator:
         last = None if known is None else known()
         if last is not None and last is not self and last.num_reducing:
             raise LayoutError(
-                "The data-parallel group is shared by two optimizers with buckets under way. Give "
-                "the second one process_group=torch.distributed.new_group(), or write "
+                "Two optimizers share one data-parallel group, and both reduce buckets at once. "
+                "Give the second optimizer process_group=torch.distributed.new_group(), or write "
                 "overlap_grad_reduce=False for both."
             )
         _last_launcher[self.group.own_handle] = ref(self)
@@ -388,8 +388,8 @@ class Communicator:
         """
         if self.is_reducing(name):
             raise LayoutError(
-                f"The gradient of {name!r} was changed after backward, when its bucket was under "
-                "way. Write --distopt-overlap-grad-reduce no, or overlap_grad_reduce=False."
+                f"The gradient of {name!r} was changed after backward, while its bucket was being "
+                "reduced. Write --distopt-overlap-grad-reduce no, or overlap_grad_reduce=False."
             )
         self._arrivals.irregular.add(name)
 
@@ -397,7 +397,8 @@ class Communicator:
         """Collective: completes the sums of every rank's shards.
 
         Args:
-            added: buffers that were added after that; they alone are reduced, without overlap.
+            added: buffers that were added after the other sums were complete; only these are
+                reduced, without overlap.
 
         Raises:
             LayoutError: another communicator has buckets under way in the group.
@@ -429,8 +430,8 @@ class Communicator:
         return self._params.number_of[name]
 
     def gather(self, *, is_overlapped: bool = True) -> None:
-        """Collective: gathers the params that their owners have updated; where `overlaps_params`,
-        only begins to, unless told otherwise."""
+        """Collective: gathers the params that their owners have updated; with `overlaps_params` it
+        only begins, unless `is_overlapped` is False."""
         self.finish_params()
         if not (self.overlaps_params and is_overlapped):
             for buffer in self._param_buffers:
@@ -472,8 +473,8 @@ class Communicator:
                 if isinstance(buffer, CompactBuffer) and buffer.param.device.type != CPU:
                     pending = Pending([fence(buffer.param.device)], is_completed=lambda: False)
                     under_way[number] = pending
-            # Not before: an error of the gather is raised at every wait. Publishing may have
-            # removed it already.
+            # Not earlier, so that an error of the gather is raised at every wait. Publishing may
+            # have removed it already.
             if pending.is_completed():
                 under_way.pop(number, None)
 

@@ -1,8 +1,8 @@
 """Which ranks of a group are on one node.
 
 Ranks that can map each other's memory are on one node, whatever host names and boot ids say. Where
-no rank can map that of another one, the variables of the launcher tell; without these, nobody
-knows.
+no rank can map another's memory, the variables of the launcher decide. Without these the nodes are
+unknown.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from megatron_distopt.comm.groups import Group
 from megatron_distopt.comm.pending import drain
 from megatron_distopt.comm.shared_memory import Lane, Segment
 
-#: Of each node the ranks of a group, upwards; nodes in the order of their first ranks.
+#: The ranks of a group by node, in ascending order; nodes are in the order of their first ranks.
 Members = tuple[tuple[int, ...], ...]
 
-#: Of torchrun: the number of a rank, its number on its node, and how many ranks that has.
+#: Set by torchrun: the number of a rank, its number on its node, and the number of ranks on that
+#: node.
 _VARIABLES = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -33,7 +34,7 @@ _VARIABLES = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 class GroupNodes:
     """The ranks of a group by node. Any partition gives right sums, if all ranks know the same."""
 
-    members: Members  # empty where nobody knows
+    members: Members  # empty where the nodes are unknown
     in_memory: Members  # by the memory that they share; a rank that shares none is alone
     lane: Lane | None  # over the memory of this rank's node, where it has several ranks
 
@@ -87,7 +88,8 @@ def _find(group: Group, is_allowed: bool) -> GroupNodes:
         about = os.getpid(), own, secret, shared_memory.network_namespace()
         said = exchange((about, [os.environ.get(name, "") for name in _VARIABLES]), group)
         for rank, (numbers, _) in enumerate(said):
-            # The other ranks wait for an answer, and messages work in every case.
+            # The other ranks wait for an answer, so nothing may be raised; messages work in any
+            # case.
             with suppress(Exception):
                 segments[rank] = shared_memory.segment_of(*numbers)
         maps = exchange(tuple(segments), group)
@@ -109,7 +111,8 @@ def _find(group: Group, is_allowed: bool) -> GroupNodes:
 
 
 def _by_launcher(said: Sequence[Sequence[str]]) -> Members:
-    """The ranks by node as their variables say; none where these say nothing, or what cannot be."""
+    """The ranks by node according to their variables; empty where these are missing or
+    impossible."""
     if not all(each.isdecimal() for of_rank in said for each in of_rank):
         return ()
     nodes: dict[tuple[int, int], list[int]] = {}

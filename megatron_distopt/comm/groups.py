@@ -26,8 +26,8 @@ def is_initialized() -> bool:
 
 
 def were_used() -> bool:
-    """Whether a group was made use of, also where torch.distributed has ended since: something may
-    still hold one."""
+    """Whether a group was ever used, even if torch.distributed has ended since: something may still
+    hold one."""
     return _were_used.is_set()
 
 
@@ -77,15 +77,15 @@ class Group:
         # torch would take None for all ranks
         if handle is not None and getattr(handle, "group", handle) is None:
             raise ConfigError(
-                f"The process group is a {type(handle).__name__} without a group. Make the process "
-                "groups again before this call."
+                f"The process group is a {type(handle).__name__} whose torch group has been "
+                "destroyed. Create the process groups again before this call."
             )
         rank = dist.get_rank(handle)
         if rank < 0:
             raise ConfigError(
-                f"The process group does not have rank {dist.get_rank()}, which was given it. Give "
-                "each rank a group that it is in, or make this call on the ranks of the group "
-                "alone."
+                f"Rank {dist.get_rank()} is not a member of the process group that it was given. "
+                "Give each rank a group that it belongs to, or make this call only on the ranks "
+                "of the group."
             )
         _were_used.set()
         return cls(handle, rank, dist.get_world_size(handle))
@@ -104,7 +104,9 @@ class Group:
         """
         handle = self.handle or dist.group.WORLD
         if handle is None:
-            raise InvariantError("torch.distributed ended before the last collective. Report this.")
+            raise InvariantError(
+                "torch.distributed ended before the last collective. Report this as a bug."
+            )
         return handle
 
     @property
@@ -132,16 +134,16 @@ class Group:
 
         Raises:
             ConfigError: torch does not know the group. Frameworks that make groups anew, as slime,
-                put an object of their own around each, and replace torch's functions by ones that
-                know it; not all of them.
+                wrap each in an object of their own, and replace some of torch's functions by ones
+                that know it.
         """
         try:
             return str(dist.get_backend(self.handle))
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"torch.distributed does not know the process group, a "
-                f"{type(self.handle).__name__}. Call the framework's patch of torch.distributed "
-                "before this."
+                "torch.distributed does not know the process group, a "
+                f"{type(self.handle).__name__}. Apply the framework's patch of torch.distributed "
+                "before this call."
             ) from error
 
 
@@ -153,7 +155,7 @@ def backend_of(device: torch.device, group: Group) -> str:
 
 @contextmanager
 def named_losses(rank: int | None = None) -> Iterator[None]:
-    """Turns a backend's error about a rank that ended or did not come into one of ours.
+    """Turns a backend's error about a rank that ended or did not come into a `RanksDisagreeError`.
 
     Args:
         rank: of all ranks, the one at the other end of a message; None where the backend does not
@@ -168,11 +170,11 @@ def named_losses(rank: int | None = None) -> Iterator[None]:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         lost = "lost" if rank is None else f"lost rank {rank}"
         raise RanksDisagreeError(
-            f"A collective {lost} ({reason}). Every rank of its group must call it. Look for the "
-            "rank whose error is the first one."
+            f"A collective {lost} ({reason}). Every rank of the group must call it. Look for the "
+            "rank whose error came first."
         ) from error
 
 
 def default_store() -> Store:
-    """Through which all ranks of the job can leave words for each other."""
+    """The store through which all ranks of the job can leave messages for each other."""
     return dist.distributed_c10d._get_default_store()

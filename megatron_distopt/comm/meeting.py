@@ -14,9 +14,9 @@ tensors, which aborts the process. So before the first collective of such a call
 wait is first a line in the log, which names the call and who is missing. It is an error where it
 cannot end: a rank that is missing waits in another one of these calls, its process has ended, or
 the time limit of the group is over, within which a collective would have had to begin, too. A rank
-in `step()` or in a collective of the user's leaves no word, because every step would pay for that:
-it may still come. One that was killed leaves none either; a launcher ends the others then, as
-`LifeSigns` does.
+in `step()` or in a collective of the user's writes nothing, because every step would pay for that;
+it may still come. A rank that was killed writes nothing either; then the launcher or `LifeSigns`
+ends the others.
 
 [Note: a meeting] A rank asks the store four times, and the one that comes last lets all others go
 on. While they wait, only the one that came first asks for the words of all others. A meeting ends
@@ -53,11 +53,11 @@ SECONDS_TO_SHOW = 40.0
 SECONDS_TO_LOOK, _MOST_SECONDS_TO_LOOK = 2.5, 10.0
 #: Missing ranks that a message lists.
 _MOST_NAMED = 8
-#: In front of a rank, the keys under which it says in which meeting it is, and that it has the
+#: Followed by a rank, the keys under which it says which meeting it is in, and that it has the
 #: package.
 _WORD, _PRESENCE = "megatron_distopt/word of ", "megatron_distopt/presence of "
-#: The word of a rank whose process has ended, how a meeting ends to which all have come, and the
-#: presence of a rank that uses the package.
+#: Values in the store: the word of a rank whose process has ended, the end of a meeting to which
+#: all have come, and the presence of a rank that uses the package.
 _ENDED, _ALL_CAME, _LOADED = "ended", "all came", "loaded"
 
 
@@ -108,9 +108,9 @@ def meet(group: Group, why_not: str = "") -> None:
 
     def refuse(reasons: dict[int, str]) -> None:
         meeting.end(
-            f"megatron_distopt is not used on {_named(reasons)}. It must be used on all "
-            f"{group.size} ranks or on none. Start every rank with the package installed and with "
-            "the same flags and variables."
+            f"megatron_distopt is not used on {_named(reasons)}. Either all {group.size} ranks "
+            "must use it or none. Start every rank with the package installed and with the same "
+            "flags and variables."
         )
 
     def judge(missing: dict[int, str], seconds: float, is_over: bool) -> None:
@@ -155,7 +155,7 @@ def meet_in_call(call: str, group: Group) -> None:
         late = f"not within {seconds:.0f} s" if is_over else "not yet"
         named = _named({rank: word or late for rank, word in missing.items()})
         text = (
-            f"{call}() was called on rank {meeting.own}, and not on {named}. Call it on all "
+            f"{call}() was called on rank {meeting.own}, but not on {named}. Call it on all "
             f"{group.size} ranks, outside of any 'if rank == 0'."
         )
         if is_over or any(missing.values()):
@@ -192,8 +192,8 @@ class Meeting:
         self.own = self._ranks[group.rank]
         if _process_of(self._store, self.own) != os.getpid():
             raise AccessError(
-                f"{name} was called in a process that was forked from rank {self.own}, where "
-                "collectives do not work. Call it in the process of the rank."
+                f"{name} was called in a process that was forked from rank {self.own}, and "
+                "collectives do not work there. Call it in the process of the rank itself."
             )
         # A process may join process groups one after the other, with other ranks.
         digest = sha256(str(self._ranks).encode()).hexdigest()[:16]
@@ -229,7 +229,7 @@ class Meeting:
         Args:
             judge: called meanwhile with the ranks that have not come, with why they will not (empty
                 where they may), with the seconds so far, and whether these are over the limit.
-            limit: seconds after which not only the first rank looks.
+            limit: seconds after which every rank looks, not only the first.
 
         Raises:
             RanksDisagreeError: not all ranks have come.
@@ -272,7 +272,7 @@ class Meeting:
 
 @functools.cache
 def _process_of(store: Store, own: int) -> int:
-    """The process that is this rank; its end is told to those who may wait for it."""
+    """The id of this rank's process, whose end is announced to the ranks that may wait for it."""
     Finalize(None, _tell_end, (store, own), exitpriority=0)
     return os.getpid()
 

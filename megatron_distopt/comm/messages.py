@@ -1,5 +1,5 @@
-"""Tensors that go from some ranks of a group to some others, each between one pair, beside the
-collectives of the group."""
+"""Messages: tensors that one rank of a group sends to another, independently of the group's
+collectives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_distopt.comm.groups import Group, backend_of, named_losses
 from megatron_distopt.comm.pending import Pending
 from megatron_distopt.errors import InvariantError
 
-#: Where a message is matched by its tag and names the rank that was lost.
+#: The backend that matches a message by its tag and whose errors concern one other rank.
 _TAGGED_OVER = "gloo"
 #: The first tag, far from those of other messages in the same group.
 _FIRST_TAG = 1 << 26
@@ -22,9 +22,9 @@ _FIRST_TAG = 1 << 26
 
 @dataclass(frozen=True, eq=False)
 class Parcel:
-    """A tensor and the rank of the group at its other end."""
+    """A tensor and the rank of the group that it goes to or comes from."""
 
-    rank: int  # that it goes to, or comes from
+    rank: int  # of the group
     tensor: Tensor  # 1-D, contiguous, with at least one element
 
 
@@ -41,7 +41,8 @@ def begin_travel(
     Args:
         outgoing: their tensors must not be changed until all has been waited for.
         incoming: their tensors are filled.
-        number: the same on both ranks; no two that are under way between a pair may have the same.
+        number: the same on both ranks; two messages that are under way between a pair need
+            different numbers.
         group: of the ranks; all of them begin in the same order of numbers.
         and_then: called by the wait, when all have arrived.
 
@@ -69,7 +70,9 @@ def _begun(
     with named_losses(rank):
         work = begin(parcel.tensor, rank, group.handle, tag)
     if work is None:  # torch's way to say that this process is not in the group
-        raise InvariantError("The process group does not hold this rank. Report this.")
+        raise InvariantError(
+            "This rank is not in the process group that it communicates over. Report this as a bug."
+        )
 
     def wait() -> None:
         with named_losses(rank):

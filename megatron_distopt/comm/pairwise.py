@@ -49,11 +49,13 @@ T = TypeVar("T")
 #: Memory for messages. One half is added up while the other one is filled; it is given back
 #: afterwards.
 SCRATCH_NBYTES, _NUM_HALVES = 16 << 20, 2
-#: For each other rank, where there is something else to do meanwhile, which can begin the sooner.
+#: Memory for each other rank where other work follows each chunk, so that it can begin sooner.
 _NBYTES_EACH = 2 << 20
-#: By device, where sums inside a node wait for what other ranks send, so that backward need not.
+#: By device, the stream on which sums inside a node wait for other ranks, so that backward does not
+#: wait.
 _side_stream = cache(new_stream)
-#: Of a sum of more than two parts, so that it stays in the cache until the last one is added.
+#: More than two parts are added up in blocks of this size, which stay in the cache until the last
+#: part is added.
 _BLOCK_NBYTES = 128 << 10
 #: Numbers of messages, which differ from each other and from those of other messages in the group.
 _FIRST_SUM, _FIRST_GATHER = 1 << 28, 1 << 29
@@ -65,8 +67,9 @@ def reduce_scatter(
     """Collective: see `collectives.reduce_scatter`; what lies outside this rank's share has no
     meaning afterwards.
 
-    `members` are the ranks of each node, which add up first: all where they share memory, or else
-    none. Between nodes sums are sent in `dtype`, or in their own.
+    `members` are the ranks of each node, which add up first. By default all ranks are one node if
+    they share memory, and otherwise each rank is a node of its own. Between nodes sums are sent in
+    `dtype`, by default their own.
     """
     nodes = nodes_of(group)
     if members is None:
@@ -193,7 +196,8 @@ def plan_of(members: Members, own: int) -> Plan:
 
 
 def _before(place: int, ring: Sequence[T]) -> list[T]:
-    """The others of a ring, downwards from the one before a place; see [Note: order of the sum]."""
+    """The other members of a ring in descending order, from the one before `place`; see [Note:
+    order of the sum]."""
     before = ring[:place]
     behind = ring[place + 1 :]
     return [*reversed(before), *reversed(behind)]
@@ -211,7 +215,7 @@ def _sum_in_memory(shares: Tensor, plan: Plan, lane: Lane | None) -> None:
 
 
 def _sum_by_messages(shares: Tensor, plan: Plan, group: Group) -> None:
-    """Collective of a node: does the same by messages of the backend."""
+    """Collective of a node: does what `_sum_in_memory` does, by messages of the backend."""
     outgoing: list[Parcel] = []
     incoming: list[Parcel] = []
     received: Received = {}
@@ -272,7 +276,7 @@ def _begin_sum(
 
 
 def _sum_into(own: Tensor, parts: Sequence[Tensor]) -> None:
-    """Adds up parts in their order and in the dtype of `own`, which comes last and gets the sum."""
+    """Adds up parts in their order, then `own`, in the dtype of `own`, which receives the sum."""
     if not parts:
         return
     numel = own.numel()

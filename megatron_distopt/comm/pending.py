@@ -1,5 +1,4 @@
-"""Collectives that are under way, the threads that carry out those between pairs of ranks, and how
-long they take.
+"""Collectives that are under way, and the threads that carry out those between pairs of ranks.
 
 [Note: a thread for each group] A group has one thread, so that its collectives keep their order.
 All groups together have several, so that ranks which begin those of two groups in different orders
@@ -16,13 +15,13 @@ is left when the interpreter is taken down, where one that asks for its lock wou
 process. tests/comm/test_end.py.
 
 [Note: gloo lets go of tensors late] A thread of gloo's drops its reference to a tensor after it has
-told that the collective is done. Where it is the last one, the thread asks for the interpreter's
-lock; while the interpreter is taken down it is ended for that, and the process aborts ("terminate
-called without an active exception"). So does a program of torch 2.13 alone that ends soon after a
-collective without `destroy_process_group`: 8 of 135 runs of two ranks, and 62 of 75 where the last
-collective was not waited for; none of 78 with a pause. So `_end` ends with one. Also after
-`destroy_process_group`: a group that the program holds, as Megatrons do, keeps its threads (1 of 50
-ranks)."""
+reported the collective as done. If that is the last reference, the thread asks for the
+interpreter's lock; during the interpreter's shutdown Python ends the thread for that, and the
+process aborts ("terminate called without an active exception"). So does a program of torch 2.13
+alone that ends soon after a collective without `destroy_process_group`: 8 of 135 runs of two ranks,
+and 62 of 75 where the last collective was not waited for; none of 78 with a pause. So `_end` ends
+with one. Also after `destroy_process_group`: a group that the program holds, as Megatrons do, keeps
+its threads (1 of 50 ranks)."""
 
 from __future__ import annotations
 
@@ -60,7 +59,7 @@ _SECONDS_FOR_GLOO = 0.1
 class Pending:
     """What is under way: a collective, messages, or nothing at all."""
 
-    waits: Sequence[Callable[[], object]] = ()  # waits for a part of it, and raises what went wrong
+    waits: Sequence[Callable[[], object]] = ()  # each waits for a part of it, or raises its error
     and_then: Callable[[], None] | None = None  # called when all parts are there
     #: Whether the device has carried it out; asked after `wait`.
     is_completed: Callable[[], bool] = lambda: True
@@ -123,8 +122,8 @@ def _end() -> None:
     has_raised = getattr(sys, "last_value", None) is not None
     if wait(last, _SECONDS_AFTER_AN_EXCEPTION if has_raised else _SECONDS_AT_END).not_done:
         _log.error(
-            "this rank ends with a collective under way that other ranks did not come to; read "
-            "what they wrote"
+            "this rank is ending while it waits in a collective that other ranks did not join; "
+            "read the logs of those ranks"
         )
         _ending.set()
         if wait(last, _SECONDS_TO_GIVE_UP).not_done:

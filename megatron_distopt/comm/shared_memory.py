@@ -43,8 +43,8 @@ _WORDS, _SECRET, _TURN = 512, 0, 8
 _NAME = "megatron_distopt"
 #: Processors on which stores are seen in their order.
 _ORDERED = ("x86_64", "AMD64")
-#: Looks before the first sleep; seconds of the shortest and the longest sleep, and between looks at
-#: a peer's process.
+#: Number of looks before the first sleep; seconds of the shortest and of the longest sleep, and
+#: between two looks at a peer's process.
 _LOOKS, _LEAST_SLEEP, _MOST_SLEEP, _PATIENCE = 100, 3e-5, 1e-3, 0.1
 
 
@@ -103,7 +103,7 @@ class Lane:
             handed: by rank, the numbers of the shares that it hands over.
 
         Returns:
-            Chunks, and of each what the other ranks hand over.
+            Each chunk, with what the other ranks hand over in it.
         """
         nbytes_each = shares.element_size() * max(map(len, handed.values()))
         with self._lock:
@@ -164,8 +164,8 @@ class Lane:
         else:
             return
         raise RanksDisagreeError(
-            f"In a collective, {what}. Every rank of its group must call it. Read what rank {name} "
-            "wrote last; its error is the first one."
+            f"In a collective, {what}. Every rank of the group must call it. Read the log of rank "
+            f"{name}: its last error is the cause."
         )
 
 

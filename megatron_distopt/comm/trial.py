@@ -33,7 +33,7 @@ def try_collectives(
     dtypes: Iterable[torch.dtype] = (),
     sums: Iterable[torch.dtype] = (),
 ) -> None:
-    """Collective: tries what training needs on a number or two a rank, before it needs them.
+    """Collective: tries the collectives that training needs, on one or two numbers of each rank.
 
     Args:
         device: of the tensors.
@@ -43,15 +43,16 @@ def try_collectives(
         sums: dtypes of what is summed by `sum_over`.
 
     Raises:
-        ConfigError: the backend does not have one of them, or it, or what other code has put into
-            the place of a function of torch's, gives a wrong result.
+        ConfigError: the backend lacks one of them, or one gives a wrong result, for example because
+            other code has replaced a function of torch's.
     """
     if group.size == 1 or device.type == "meta":
         return
     if how.is_by_node and not members_of(device, group, how):
         raise ConfigError(
-            "reduce_dtype is float32, and which ranks are on one node is not known. Start with "
-            "torchrun, set RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, or leave reduce_dtype out."
+            "reduce_dtype is float32, which needs to know which ranks are on one node, and "
+            "nothing says so. Start with torchrun, set RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, or "
+            "leave out reduce_dtype."
         )
     if backend_of(device, group) == FAKE:
         return
@@ -63,7 +64,7 @@ def try_collectives(
         raise _missing(device, group, reason) from error
     for name, what, got, wanted in trials:
         if got != wanted:
-            reason = f"{what} over {group.size} ranks gave {got}, and not {wanted}"
+            reason = f"{what} over {group.size} ranks gave {got} instead of {wanted}"
             raise _replaced(name, reason) or _missing(device, group, f"{name} of {reason}")
 
 
@@ -74,8 +75,8 @@ def _trials(
     dtypes: Iterable[torch.dtype],
     sums: Iterable[torch.dtype],
 ) -> Iterator[tuple[str, str, list[float], list[float]]]:
-    """Collective: names the function and what it was given, and has what came out and should
-    have."""
+    """Collective: runs each trial, and yields the function's name, what it was given, its result
+    and the expected one."""
     marks = [float(rank % 251) for rank in range(group.size)]  # which every dtype holds
     yield "all_gather_object", "objects", exchange(marks[group.rank], group), marks
     for dtype in dtypes:
@@ -103,7 +104,8 @@ def _trials(
 
 
 def _replaced(name: str, reason: str) -> ConfigError | None:
-    """The refusal of what other code has put into the place of a function of torch's, if it has."""
+    """The error about a function of torch's that other code has replaced; None where it is torch's
+    own."""
     place, function = f"torch.distributed.{name}", getattr(dist, name)
     module, file = next(code_of(function))
     if module.partition(".")[0] == "torch":
@@ -118,7 +120,8 @@ def _replaced(name: str, reason: str) -> ConfigError | None:
 
 def _missing(device: torch.device, group: Group, reason: str) -> ConfigError:
     return ConfigError(
-        f"The backend {backend_of(device, group)} does not carry reduce-scatters, all-gathers, "
-        f"broadcasts and sums of tensors on {device.type}: {reason}. Write --distributed-backend "
-        "nccl on GPUs, gloo on CPUs, or give init_process_group another backend."
+        f"The backend {backend_of(device, group)} cannot run the reduce-scatters, all-gathers, "
+        f"broadcasts and sums that training needs on {device.type} tensors: {reason}. Write "
+        "--distributed-backend nccl on GPUs or gloo on CPUs, or give init_process_group another "
+        "backend."
     )

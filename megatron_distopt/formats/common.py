@@ -51,8 +51,8 @@ def the_step(holders: Iterable[Mapping[str, Any]], where: object) -> int | None:
     if len(steps) > 1:
         found = ", ".join(map(str, sorted(steps)))
         raise CheckpointError(
-            f"Update counts in {where} are {found}. They must be the same for all params. Convert "
-            "a run whose params were all trained from its start."
+            f"The update counts in {where} are {found}, and must be the same for all params. "
+            "Convert a run whose params were all trained from its start."
         )
     return next(iter(steps), None)
 
@@ -63,8 +63,8 @@ def known_step(known: Iterable[int | None], given: int | None, where: object) ->
     if given is not None and steps - {given}:
         found = ", ".join(sorted(map(str, steps)))
         raise CheckpointError(
-            f"The update count in {where} is {found} and the given one is {given}. Drop "
-            "--resume-step, or --distopt-resume-step: the checkpoint knows the count."
+            f"The update count in {where} is {found}, but the given one is {given}. Drop "
+            "--resume-step or --distopt-resume-step, because the checkpoint has the count."
         )
     return next(iter(steps), given)
 
@@ -72,10 +72,10 @@ def known_step(known: Iterable[int | None], given: int | None, where: object) ->
 def no_step(where: object) -> CheckpointError:
     """The error where Adam cannot go on without a count."""
     return CheckpointError(
-        f"There is no update count in {where}, and Adam needs one: torch's Adam keeps it where "
-        "this file layout does not save it. Write --distopt-resume-step N for the run that loads "
-        "it, or --resume-step N of megatron-distopt convert, with the number of updates so far "
-        "(iterations without skipped ones)."
+        f"There is no update count in {where}. This file layout does not save the count of "
+        "torch's Adam, which needs it to continue. Write --distopt-resume-step N for the run "
+        "that loads it, or --resume-step N for megatron-distopt convert, where N is the number "
+        "of updates so far (iterations without skipped ones)."
     )
 
 
@@ -91,8 +91,8 @@ def with_step(head: Manifest, resume_step: int | None, where: object) -> Manifes
 
 
 def check_step(head: Manifest, where: object) -> None:
-    """Whether a run can go on from it; to look at, a file that lost its update count is as good as
-    any."""
+    """Checks that a run can continue from it. A file that lost its update count can be inspected,
+    but not trained from."""
     is_lost = any(group.step is None for group in head.groups)
     if head.inner == _ADAM and is_lost:
         raise no_step(where)
@@ -127,13 +127,13 @@ def cut(placement: Placement, dtype: torch.dtype, read: Callable[[Box], Tensor])
 
 def check_rounds(main: Tensor, model: Tensor, name: str, where: object, remedy: str) -> None:
     """Refuses a main param whose values, rounded to the model's dtype, are not the model param's:
-    the state belongs to another model, or was found at a wrong place."""
+    such a state belongs to another model, or was read from a wrong place."""
     numbers = torch.finfo(model.dtype)
     rounded = main.view(model.shape).to(model.dtype)
     is_alike = torch.isclose(rounded, model, rtol=numbers.eps, atol=numbers.tiny, equal_nan=True)
     num_others = int((~is_alike).sum())
     if num_others:
         raise CheckpointError(
-            f"{num_others} of {main.numel()} main values of {name!r} in {where} are "
-            f"not the model's, which must be the main params, rounded. {remedy}"
+            f"{num_others} of {main.numel()} main values of {name!r} in {where} do not round to "
+            f"the model's params. {remedy}"
         )

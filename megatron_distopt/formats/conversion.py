@@ -85,7 +85,7 @@ def convert(
         )
     if dst.exists():
         raise CheckpointError(
-            f"Target {dst} is there already. Name a folder or file that is not there."
+            f"Target {dst} already exists. Name a folder or file that does not exist yet."
         )
     opened = open_with_files(src, resume_step)
     check_step(opened.source.head, src)
@@ -102,7 +102,7 @@ def convert(
         ranks = opened.files[0].number("data_parallel_size") if opened.files else 1
     if to in ("per-rank", "gathered") and ranks < 1:
         raise CheckpointError(
-            f"dp for {src} is {dp}, and has to be at least 1. Write --dp 8 for a run on 8 "
+            f"dp for {src} is {dp}, and must be at least 1. Write --dp 8 for a run on 8 "
             "data-parallel ranks."
         )
     unfinished = dst.with_name(f"{dst.name}.{new_save_id()}")
@@ -135,7 +135,8 @@ def _without_averages(opened: Opened, src: Path, *, is_averaged: bool) -> Source
     if not is_averaged:
         if len(tensors) < len(source.tensors):
             _log.warning(
-                "the averages of params are left out, for which there is no place; see --averaged"
+                "the averages of params are left out, because the target has no place for them; "
+                "see --averaged"
             )
         return replace(source, tensors=tensors)
 
@@ -156,12 +157,12 @@ def _check_fits(source: Source, src: Path, to: str) -> None:
     owned = next(filter(is_owned, source.tensors), None)
     if owned is not None:
         raise CheckpointError(
-            f"State {owned!r} of {source.head.inner} in {src} is not cut like its param, which "
-            f"{to} has no place for. Convert to distopt."
+            f"State {owned!r} of {source.head.inner} in {src} is not cut like its param, and {to} "
+            "has no place for such state. Convert to distopt."
         )
     if to == "torch":
         return
-    # An optimizer of a fork would take the momentum of Muon for that of SGD.
+    # A fork's optimizer would mistake Muon's momentum for that of SGD.
     of_muon = [
         name
         for group in source.head.groups
@@ -170,16 +171,16 @@ def _check_fits(source: Source, src: Path, to: str) -> None:
     ]
     if of_muon:
         raise CheckpointError(
-            f"The momentum of {of_muon[0]!r} in {src} is Muon's, and {to} holds that of Adam or "
-            "SGD. Convert to distopt or torch."
+            f"The momentum of {of_muon[0]!r} in {src} is Muon's, but {to} can hold only that of "
+            "Adam or SGD. Convert to distopt or torch."
         )
     counts = {group.step: group.names[0] for group in reversed(source.head.groups) if group.names}
     if len(counts) > 1:
         (one, first), (other, second) = list(counts.items())[-2:]
         raise CheckpointError(
-            f"Updates in {src} are {other or 0} of {second!r} and {one or 0} of {first!r}, and "
-            f"{to} holds one count for all params. Convert to distopt or torch, which hold a count "
-            "for each param."
+            f"In {src}, {second!r} was updated {other or 0} times and {first!r} {one or 0} times, "
+            f"but {to} holds one count for all params. Convert to distopt or torch, which hold a "
+            "count for each param."
         )
 
 
@@ -188,9 +189,8 @@ def _write_iteration(
 ) -> None:
     if not opened.files:
         raise CheckpointError(
-            f"Checkpoint {src} has no model files, which {to} needs beside it "
-            "(mp_rank_00/model_optim_rng.pt ...). Convert to distopt or torch, which hold the "
-            "optimizer state alone."
+            f"Checkpoint {src} has no model files (mp_rank_00/model_optim_rng.pt ...), and {to} "
+            "needs them. Convert to distopt or torch, which hold only the optimizer state."
         )
     slices = [
         Slices(file, opened.source, entries, ranks, progress)

@@ -57,12 +57,13 @@ def is_zero(path: Path) -> bool:
 
 
 def refuse_zero(path: Path) -> NoReturn:
-    """Raises the error for the files of ZeRO, which DeepSpeed itself puts together."""
+    """Raises the error for the files of ZeRO, which only DeepSpeed itself can put together."""
     folder = _folder_of(path, _LATEST_ZERO)
     raise CheckpointError(
-        f"Checkpoint {folder} holds the files of DeepSpeed's ZeRO, one for each rank. They have to "
-        "be one universal checkpoint first. Run python -m deepspeed.checkpoint.ds_to_universal "
-        f"--input_folder {folder} --output_folder UNIVERSAL, and give UNIVERSAL."
+        f"Checkpoint {folder} holds the files of DeepSpeed's ZeRO, one for each rank, which must "
+        "first become one universal checkpoint. Run python -m "
+        f"deepspeed.checkpoint.ds_to_universal --input_folder {folder} --output_folder UNIVERSAL, "
+        "and give UNIVERSAL."
     )
 
 
@@ -119,15 +120,15 @@ class _Folder:
         content = load_file(path)
         tensor = content.get("param") if isinstance(content, Mapping) else content
         if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"File {path} holds no tensor. {_AGAIN}")
+            raise CheckpointError(f"File {path} does not hold a tensor. {_AGAIN}")
         known = [group[name] for group in self.groups if name in group]
         shape = known[0] if known else tuple(tensor.shape)
         is_flat = tensor.dim() == 1 and math.prod(shape) == tensor.numel()  # of ZeRO stage 3
         return tensor.view(shape) if is_flat else tensor
 
     def step(self, name: str) -> Mapping[str, Any]:
-        """Updates of a param so far, under "step"; empty where they are not counted for each
-        param."""
+        """The number of updates of a param under the key "step"; empty where it is not kept for
+        each param."""
         path = self.path / _ZERO / name / f"{_STEP}.pt"
         return {_STEP: load_file(path)} if path.is_file() else {}
 
@@ -194,9 +195,9 @@ def _records(folder: _Folder, state: Mapping[str, Any]) -> Iterator[GroupRecord]
     in_a_group = {name for names in groups for name in names}
     if updated - in_a_group or len(groups) != len(options):
         raise CheckpointError(
-            f"Checkpoint {folder.path} has {len(options)} param groups and names of params of "
-            f"{len(groups)}. mp_rank_XX_model_states.pt has to say which params are in which of "
-            f"them. {_AGAIN}"
+            f"Checkpoint {folder.path} has {len(options)} param groups, but names the params of "
+            f"{len(groups)}. Its mp_rank_XX_model_states.pt must say which group each param is "
+            f"in. {_AGAIN}"
         )
     for names, group in zip(groups, options, strict=True):
         others = {_STEP: group.get(_STEP, state.get("base_optimizer_state_step"))}

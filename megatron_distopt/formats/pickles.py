@@ -92,7 +92,8 @@ class Inert:
         self.__dict__.update(state if isinstance(state, Mapping) else {"state": state})
 
     def __reduce__(self) -> tuple[type[Inert], tuple[Any, ...]]:
-        """As a member of an enum, which is pickled by its value; `_Pickler` refuses all others."""
+        """Pickles it like a member of an enum, by its value; `_Pickler` refuses all other
+        stand-ins."""
         return type(self), self.arguments
 
 
@@ -107,7 +108,7 @@ class _NamedMember:
         if not (
             isinstance(self.of, type) and issubclass(self.of, Inert) and isinstance(self.name, str)
         ):
-            raise ValueError("it asks for an attribute of something that is no enum")
+            raise ValueError("it asks for an attribute of something that is not an enum")
 
     def __reduce__(self) -> tuple[Any, tuple[Any, str]]:
         return getattr, (self.of, self.name)
@@ -138,7 +139,7 @@ _WRITABLE: dict[str, Any] = {
 
 
 def attribute(thing: Any, name: str, default: Any = None) -> Any:
-    """What the file says of an object; the default where it says nothing."""
+    """An attribute of an object in the file; the default where it has none."""
     return (
         vars(thing).get(name, default)
         if isinstance(thing, (Inert, argparse.Namespace))
@@ -155,7 +156,7 @@ def load_file(source: Path | io.BytesIO, what: str = "") -> Any:
     """Reads a file of another software, or of `save_whole`; tensors are read when their values are
     used.
 
-    Of what is in memory already `what` is the name in errors.
+    `what` names the source in errors, if it is in memory already.
     """
     what = what or f"File {source}"
     try:
@@ -172,11 +173,14 @@ def load_file(source: Path | io.BytesIO, what: str = "") -> Any:
     # torch's text goes on with the advice to execute what the file says
     except pickle.UnpicklingError as error:
         said = re.search(r"WeightsUnpickler error: *(.*)", str(error))
-        raise _strange(what, said[1].rstrip(". ") if said else "it asks for more") from error
+        raise _strange(
+            what,
+            said[1].rstrip(". ") if said else "it asks for something that is not a plain value",
+        ) from error
     except Exception as error:  # whatever a damaged or malicious file makes torch raise
         first_line = (str(error) or repr(error)).splitlines()[0].rstrip(". ")
         raise CheckpointError(
-            f"{what} is damaged: {first_line} while reading it. {_REMEDY}"
+            f"{what} is damaged: reading it failed with {first_line}. {_REMEDY}"
         ) from error
 
 
@@ -223,8 +227,8 @@ def _stand_ins(names: Iterable[str], what: str) -> Iterator[tuple[Any, str]]:
 
 def _strange(what: str, got: str, remedy: str = _REMEDY) -> CheckpointError:
     return CheckpointError(
-        f"{what} is refused: {got}. It may hold tensors, plain values, and what Megatron and "
-        f"DeepSpeed save. {remedy}"
+        f"{what} is refused because {got}. It may hold only tensors, plain values, and what "
+        f"Megatron and DeepSpeed save. {remedy}"
     )
 
 
@@ -254,7 +258,11 @@ def load_metadata(path: Path) -> Inert:
                 return found
             raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
     except Exception as error:  # whatever damaged bytes make an unpickler raise
-        got = error if isinstance(error, pickle.UnpicklingError) else f"{error!r} while reading it"
+        got = (
+            error
+            if isinstance(error, pickle.UnpicklingError)
+            else f"reading it failed with {error!r}"
+        )
         raise CheckpointError(
             f"File {path} is not the metadata of a torch checkpoint: {got}. {_REMEDY}"
         ) from error
@@ -264,8 +272,9 @@ def load_metadata(path: Path) -> Inert:
 def understood(
     where: Path, rule: str, remedy: str = "Give a checkpoint as it was written"
 ) -> Iterator[None]:
-    """Turns what missing keys and other types raise into a refusal; `rule` is what a checkpoint
-    must be."""
+    """Turns what missing keys and other types raise into a `CheckpointError`, which goes on with
+    "It must {rule}. {remedy}."
+    """
     try:
         yield
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -299,15 +308,15 @@ def save_whole(state: Mapping[Any, Any], path: Path) -> None:
         ) from error
 
 
-class _Pickler(pickle._Pickler):  # Python's own, because C's cannot be taught another class
-    """Writes an enum of a fork by the name of its class, and no other stand-in."""
+class _Pickler(pickle._Pickler):  # the pickler in Python, because the one in C cannot be extended
+    """Writes enums of a fork by the names of their classes, and refuses other stand-ins."""
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
         if not (isinstance(obj, type) and issubclass(obj, Inert)):
             super().save_global(obj, name)  # type: ignore[misc]
         elif obj.stands_for not in _ENUMS:
             raise pickle.PicklingError(
-                f"{obj.stands_for} was not read, and cannot be written again"
+                f"{obj.stands_for} was not read, so it cannot be written again"
             )
         else:
             self.write(pickle.GLOBAL + "{}\n{}\n".format(*obj.stands_for.rsplit(".", 1)).encode())  # type: ignore[attr-defined]

@@ -157,9 +157,9 @@ def _of_a_fork(path: Path) -> Opened:
             f"Checkpoint {path} has no optimizer state in {files[0].path}. Save it without "
             "--no-save-optim."
         )
-    got = "is none of these" if path.exists() else "does not exist"
+    got = "is not in a known format" if path.exists() else "does not exist"
     raise CheckpointError(
-        f"Checkpoint {path} {got}. It has to be a folder with {MANIFEST}, an iteration folder of a "
+        f"Checkpoint {path} {got}. It must be a folder with {MANIFEST}, an iteration folder of a "
         "fork, or a file of 'convert --to torch'. Give a folder such as SAVE/iter_0000010."
     )
 
@@ -183,8 +183,8 @@ def load_any(
 
 
 def _loadable(path: Path, resume_step: int | None) -> Loadable:
-    """With every tensor as one chunk. What a plan needs is read before any state changes, so that
-    damage is found."""
+    """A source as what can be loaded, with every tensor as one chunk. What a plan needs is read
+    before any state changes, so that damage is found in time."""
     source = open_any(path, resume_step=resume_step)
     check_step(source.head, path)
     check_groups(source.head.groups, str(path))

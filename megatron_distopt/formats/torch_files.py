@@ -52,25 +52,25 @@ class DcpFolder:
     folder: Path
     files: tuple[str, ...]  # their names
     tensors: Mapping[str, TensorRecord]  # by key, in the order in which they were saved
-    objects: Mapping[str, Chunk]  # everything else, by key; boxes mean nothing
+    objects: Mapping[str, Chunk]  # everything else, by key; their boxes have no meaning
 
     def read_box(self, key: str, box: Box) -> Tensor:
         """A part of a tensor; what lies elsewhere is not read."""
         return read_chunks(self.folder, self.files, key, self.tensors[key], box)
 
     def read_object(self, key: str) -> Any:
-        """An object that is no tensor."""
+        """An object that is not a tensor."""
         stored = self.objects[key]
         path = self.folder / self.files[stored.file]
-        with disk.refused(f"file {path}", f"be readable. {DAMAGED}"), open(path, "rb") as file:
+        with disk.refused(f"read file {path}", DAMAGED), open(path, "rb") as file:
             file.seek(stored.start)
             data = io.BytesIO(file.read(stored.nbytes))
-        return load_file(data, f"object {key!r} in {path}")
+        return load_file(data, f"Object {key!r} in {path}")
 
 
 def open_dcp(folder: Path) -> DcpFolder:
     metadata = load_metadata(folder / METADATA)
-    with understood(folder / METADATA, "say of every tensor where it is", DAMAGED):
+    with understood(folder / METADATA, "say where every tensor is", DAMAGED):
         files: dict[str, int] = {}
         stored = dict(_stored_in(attribute(metadata, "storage_data"), files))
         kept = attribute(metadata, "state_dict_metadata")
@@ -99,13 +99,14 @@ def _stored_in(storage: Mapping[Any, Any], files: dict[str, int]) -> Iterator[tu
         name, offset = str(attribute(index, "fqn")), attribute(index, "offset")
         if attribute(info, "transform_descriptors"):
             raise CheckpointError(
-                f"Tensor {name!r} of a torch checkpoint is transformed as no reader here undoes. "
-                "Save it without extensions of torch's FileSystemWriter, which compress it."
+                f"Tensor {name!r} of a torch checkpoint was transformed in a way that this "
+                "package cannot undo. Save it without extensions of torch's FileSystemWriter, "
+                "which compress it."
             )
         file = str(attribute(info, "relative_path"))
         # a path could lead out of the folder
         if file in ("", ".", "..") or "/" in file or "\\" in file:
-            raise ValueError(f"{file!r} is no file name")
+            raise ValueError(f"{file!r} is not a file name")
         key = (name, None if offset is None else tuple(map(int, offset)))
         number = files.setdefault(file, len(files))
         yield key, (number, int(attribute(info, "offset")), int(attribute(info, "length")))
@@ -117,7 +118,7 @@ def _tensor_of(key: str, entry: Any, stored: Mapping[_Key, _Bytes]) -> TensorRec
     state: Sequence[Any] = attribute(properties, "state") or ()
     dtype = attribute(properties, "dtype") or next(iter(state), None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{dtype!r} is no dtype")
+        raise ValueError(f"{dtype!r} is not a dtype")
     places = [
         (tuple(attribute(each, "offsets")), tuple(attribute(each, "sizes")))
         for each in attribute(entry, "chunks")
@@ -142,8 +143,8 @@ def open_torch_file(path: Path) -> Source:
     found = state.get("format") if isinstance(state, Mapping) else None
     if found != _FORMAT or state.get("version") != _VERSION:
         raise CheckpointError(
-            f"File {path} has format {found!r}. It has to be {_FORMAT!r} of version {_VERSION}, "
-            "which 'convert --to torch' writes. Give the iteration folder for a Megatron's file."
+            f"File {path} has format {found!r}, and must have {_FORMAT!r} of version {_VERSION}, "
+            "which 'convert --to torch' writes. For a Megatron's file, give its iteration folder."
         )
     with understood(path, "hold what 'convert --to torch' writes", "Convert it again"):
         tensors = {str(key): value for key, value in state["tensors"].items()}
@@ -151,7 +152,7 @@ def open_torch_file(path: Path) -> Source:
             (key for key, value in tensors.items() if not isinstance(value, Tensor)), None
         )
         if strange is not None:
-            raise TypeError(f"{strange} is no tensor")
+            raise TypeError(f"{strange} is not a tensor")
         head = head_from_json(state)
     check_groups((*head.groups, *head.resting), f"file {path}")
     infos = {

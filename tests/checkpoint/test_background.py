@@ -183,8 +183,7 @@ def test_save_when_the_disk_fails_then_the_next_call_raises_and_the_checkpoint_b
         training.save(2)  # says nothing
         with pytest.raises(CheckpointError) as raised:
             training.save(3)
-    assert str(raised.value).startswith("Invalid ")
-    assert "No space left on device" in str(raised.value)
+    assert_mentions(raised.value, str(training.folder), "No space left on device", "Free space")
     assert training.read() == 1
     assert leftovers(training.folder) == set()
     training.saver.finish()  # it is said once
@@ -215,8 +214,8 @@ def test_lock_when_a_save_is_finished_or_has_failed_then_others_may_save_there(
     training.save(1)
     assert_says(
         refused(CheckpointError, lambda: other.save(2)),
-        f"Invalid checkpoint {training.folder}: another run is saving there now. Must be written "
-        "by one run at a time. Give each run a folder of its own.",
+        f"Another run is saving to checkpoint {training.folder} now. Give each run a folder of its "
+        "own.",
     )
     training.saver.finish()
     with monkeypatch.context() as patch:
@@ -270,9 +269,9 @@ def test_exit_when_saves_are_under_way_then_waits_for_them_and_says_what_failed(
     assert (tmp_path / "out").read_text() == "[False, False]"
     assert number_in(tmp_path / "slow", World.of(TINY)) == 1
     assert not is_checkpoint(tmp_path / "full")
-    said = f"checkpoint {tmp_path / 'full'} was not saved: Invalid file {tmp_path / 'full'}"
     lines = (tmp_path / "error").read_text().splitlines()
-    assert [line[: len(said)] for line in lines if "checkpoint" in line] == [said]
+    (line,) = [line for line in lines if "checkpoint" in line]
+    assert_mentions(line, f"checkpoint {tmp_path / 'full'} was not saved", "No space left")
 
 
 def _save_and_end(folder: str) -> None:
@@ -308,9 +307,8 @@ def test_exit_when_the_disk_hangs_then_says_after_a_while_that_nothing_was_saved
     training.save(1)
     with caplog.at_level(logging.ERROR, logger="megatron_distopt"):
         training.saver._at_exit()
-    assert caplog.messages == [
-        f"checkpoint {training.folder} was not saved: not finished within 0 s"
-    ]
+    (line,) = caplog.messages
+    assert_mentions(line, f"checkpoint {training.folder} was not saved", "within 0 s")
 
 
 # Two ranks.
@@ -416,8 +414,8 @@ def test_two_ranks_when_the_disk_is_not_shared_then_both_raise_instead_of_waitin
 ) -> None:
     assert_says(
         facts.first["not shared"].text,
-        f"Invalid checkpoint {facts.folder}/checkpoint: no file of rank 1. "
-        "Must be on a shared disk.",
+        f"No file of rank 1 has appeared in checkpoint {facts.folder}/checkpoint. "
+        "Give a folder on a shared disk.",
     )
     _check_both(*facts["not shared"])
 

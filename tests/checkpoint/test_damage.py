@@ -29,7 +29,7 @@ from megatron_distopt.checkpoint.tensor_file import TensorReader
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError, RanksDisagreeError
 from tests.support.fork_files import Trap
-from tests.support.refusals import assert_says
+from tests.support.refusals import assert_mentions, assert_says
 from tests.support.simulated import Param, World
 from tests.support.spawn import RankError, run_ranks
 from tests.support.stored import (
@@ -166,32 +166,27 @@ def program_of_torchscript(folder: Path) -> None:
 
 
 def in_manifest(got: str) -> str:
-    return (
-        f"Invalid manifest FOLDER/manifest.json: {got} while reading it. Must follow "
-        f"docs/checkpoint.md. {DAMAGED}"
-    )
+    return f"Manifest FOLDER/manifest.json does not follow docs/checkpoint.md: {got}. {DAMAGED}"
 
 
 def of_version(version: object) -> tuple[Break, str]:
     return manifest_says(version=version), (
-        f"Invalid manifest FOLDER/manifest.json: format 'megatron_distopt' of version {version!r}. "
-        "Must be 'megatron_distopt' of version 1 to 1. Load it with the version of "
-        "megatron-distopt that wrote it."
+        f"Manifest FOLDER/manifest.json has format 'megatron_distopt' of version {version!r}, and "
+        "this package reads version 1 to 1. Load it with the version of megatron-distopt that "
+        "wrote it."
     )
 
 
-NO_NAME = "ValueError(\"'{}' is no file name\")"
-FIRST_TENSOR = "Invalid tensor 'main/norm' in FIRST: "
+NO_NAME = "ValueError(\"'{}' is not a file name\")"
+FIRST_TENSOR = "Tensor 'main/norm' in FIRST "
 NOT_TORCHS = (
     FIRST_TENSOR
-    + "it begins with {} and not as torch.save begins. Must be readable. "
+    + "cannot be read: it begins with {}, with which torch.save never begins. "
     + FILE_DAMAGED
 )
-NO_TENSOR = FIRST_TENSOR + "more than a tensor. Must be one and execute nothing. " + FILE_DAMAGED
-OTHER_TENSOR = FIRST_TENSOR + "{}. Must be torch.float32 [2] as the manifest says. " + FILE_DAMAGED
-OUTSIDE = (
-    "ValueError('Box(offsets=(4, 0), sizes=(2, 3)) of main/w lies outside of its shape [5, 3]')"
-)
+NO_TENSOR = FIRST_TENSOR + "is not one plain tensor. " + FILE_DAMAGED
+OTHER_TENSOR = FIRST_TENSOR + "is {}, and must be torch.float32 [2]. " + FILE_DAMAGED
+OUTSIDE = "ValueError('Box(offsets=(4, 0), sizes=(2, 3)) of main/w lies outside its shape [5, 3]')"
 OVERLAP = (
     "ValueError('Box(offsets=(0, 0), sizes=(2, 3)) and Box(offsets=(1, 0), sizes=(2, 1)) of main/w "
     "overlap')"
@@ -201,28 +196,26 @@ OVERLAP = (
 BROKEN: dict[str, tuple[Break, str]] = {
     "a file is missing": (
         lambda folder: files_of(folder)[1].unlink(),
-        "Invalid file SECOND: [Errno 2] No such file or directory: 'SECOND'. Must be readable. "
-        f"{DAMAGED}",
+        f"Cannot read file SECOND: [Errno 2] No such file or directory: 'SECOND'. {DAMAGED}",
     ),
     "a file is a byte shorter": (
         second_file_longer(-1),
-        f"Invalid file SECOND: {{-1}} bytes. Must have {{0}}. {DAMAGED}",
+        f"File SECOND has {{-1}} bytes, and must have {{0}}. {DAMAGED}",
     ),
     "no manifest": (
         lambda folder: (folder / "manifest.json").unlink(),
-        "Invalid checkpoint FOLDER: no finished checkpoint. Must hold manifest.json. "
+        "Checkpoint FOLDER holds no finished checkpoint, because there is no manifest.json. "
         "Load an earlier checkpoint, or start from the model's weights alone.",
     ),
     "the manifest is a pickle in text": (
         manifest_is(pickle.dumps(EVIL, protocol=0)),
-        "Invalid manifest FOLDER/manifest.json: JSONDecodeError('Expecting value: line 1 column 1 "
-        f"(char 0)') while reading it. Must be one JSON document. {DAMAGED}",
+        "Manifest FOLDER/manifest.json cannot be read as one JSON document: "
+        f"JSONDecodeError('Expecting value: line 1 column 1 (char 0)'). {DAMAGED}",
     ),
     "the manifest is a pickle": (
         manifest_is(pickle.dumps(EVIL, protocol=5)),
-        "Invalid checkpoint FOLDER: 'utf-8' codec can't decode byte 0x80 in position 0: invalid "
-        "start byte. Must hold manifest.json. Load an earlier checkpoint, or start from the "
-        "model's weights alone.",
+        "Checkpoint FOLDER cannot be read: 'utf-8' codec can't decode byte 0x80 in position 0: "
+        "invalid start byte. Load an earlier checkpoint, or start from the model's weights alone.",
     ),
     **{f"version {version!r}": of_version(version) for version in (2, "1")},
     **{
@@ -233,7 +226,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
             "": "",
         }.items()
     },
-    "no dtype": (tensor_is(1, "load"), in_manifest("ValueError(\"'load' is no dtype\")")),
+    "no dtype": (tensor_is(1, "load"), in_manifest("ValueError(\"'load' is not a dtype\")")),
     "chunks overlap": (
         edited(lambda body: body["tensors"]["main/w"][2].append([[1, 0], [2, 1], 0, 0, 10])),
         in_manifest(OVERLAP),
@@ -241,21 +234,18 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "a chunk outside of the shape": (chunk_is(0, [4, 0]), in_manifest(OUTSIDE)),
     "a chunk outside of the file": (
         chunk_is(4, 10**9),
-        in_manifest("ValueError('main/w lies outside of NAME1')"),
+        in_manifest("ValueError('main/w lies outside NAME1')"),
     ),
-    "a chunk in file -1": (
-        chunk_is(2, -1),
-        in_manifest("ValueError('main/w lies outside of NAME2')"),
-    ),
+    "a chunk in file -1": (chunk_is(2, -1), in_manifest("ValueError('main/w lies outside NAME2')")),
     "a chunk is missing": (
         edited(lambda body: body["tensors"]["exp_avg/w"][2].pop(0)),
-        "Invalid tensor 'exp_avg/w' in checkpoint FOLDER: 9 elements of Box(offsets=(0, 0), "
-        f"sizes=(5, 3)). Must hold all 15, each once. {OF_ANOTHER_MODEL}",
+        "Tensor 'exp_avg/w' in checkpoint FOLDER holds 9 elements of Box(offsets=(0, 0), "
+        f"sizes=(5, 3)), and must hold all 15, each once. {OF_ANOTHER_MODEL}",
     ),
     "a moment is missing": (
         edited(lambda body: body["tensors"].pop("exp_avg_sq/norm")),
-        "Invalid state of 'norm' in checkpoint FOLDER: exp_avg besides the param. Must hold "
-        "exp_avg, exp_avg_sq for torch_fused. Resume with the optimizer of the saved run, or start "
+        "Checkpoint FOLDER has exp_avg of 'norm' besides the param, and torch_fused needs "
+        "exp_avg, exp_avg_sq. Resume with the optimizer of the saved run, or start "
         "from its weights with a new optimizer.",
     ),
     "a tensor is a pickle": (
@@ -331,7 +321,7 @@ def test_load_when_any_bit_of_a_file_is_flipped_then_the_file_is_named(
             found, wanted = f"{zlib.crc32(flipped):08x}", f"{zlib.crc32(content):08x}"
             text = refused(lambda: load(folder, running), running)
             assert_says(
-                text, f"Invalid file {path}: CRC-32 {found}. Must have CRC-32 {wanted}. {DAMAGED}"
+                text, f"File {path} has CRC-32 {found}, and must have CRC-32 {wanted}. {DAMAGED}"
             )
         path.write_bytes(content)
     load(folder, World.of(TINY))
@@ -373,31 +363,28 @@ DOCUMENTS = (
 
 def test_manifest_when_it_is_another_document_then_it_is_refused() -> None:
     for text in DOCUMENTS:
-        with pytest.raises(CheckpointError, match=r"Invalid manifest somewhere/manifest\.json: "):
+        with pytest.raises(CheckpointError, match=r"^Manifest somewhere/manifest\.json "):
             from_text(text, "somewhere/manifest.json")
 
 
 OTHER_MODELS: dict[str, tuple[tuple[Param, ...], str]] = {
     "one more": (
         (*TINY, Param("bias", (2,))),
-        "Invalid checkpoint FOLDER: without param 'bias'. Must hold the params of the run. "
-        f"{OF_ANOTHER_MODEL}",
+        f"Checkpoint FOLDER has no param 'bias', which this run updates. {OF_ANOTHER_MODEL}",
     ),
     "one less": (
         TINY[:1],
-        "Invalid checkpoint FOLDER: 'norm', which the model does not have. Must hold the params of "
-        "the run. " + OF_ANOTHER_MODEL,
+        f"Checkpoint FOLDER has 'norm', which the model does not have. {OF_ANOTHER_MODEL}",
     ),
     "another shape": (
         (Param("w", (3, 5)), TINY[1]),
-        "Invalid tensor 'main/w' in checkpoint FOLDER: of shape [5, 3]. Must have the shape [3, 5] "
-        "of the run. " + OF_ANOTHER_MODEL,
+        "Tensor 'main/w' in checkpoint FOLDER has shape [5, 3], and the run needs shape [3, 5]. "
+        + OF_ANOTHER_MODEL,
     ),
     "other groups": (
         (TINY[0], Param("norm", (3,), dtype=torch.float32)),
-        "Invalid param groups in checkpoint FOLDER: 'w' and 'norm' in different groups. Must have "
-        "been in groups of equal options, because they are in one here. Build the optimizer with "
-        "the param groups of the saved run.",
+        "In checkpoint FOLDER, 'w' and 'norm' are in groups of different options. Build the "
+        "optimizer with the param groups of the saved run.",
     ),
 }
 
@@ -425,8 +412,8 @@ def test_load_when_a_file_goes_after_it_was_verified_then_it_is_named(
         load(folder, running)
     assert_says(
         str(caught.value),
-        f"Invalid file {path}: {gone}. Must stay as it is while it is read. "
-        "Start the run again: its state is loaded in part.",
+        f"Cannot read file {path}: {gone}. Start the run again, because its state is loaded only "
+        "in part.",
     )
 
 
@@ -467,8 +454,8 @@ def test_save_when_a_part_is_a_pickle_then_nothing_is_executed_and_the_old_check
         by_rank[0].commit(written[0])
     assert_says(
         str(caught.value),
-        f"Invalid checkpoint {folder}: no file of rank 1 to be seen. Must be on a disk that all 2 "
-        "ranks share. Give a folder on a shared disk.",
+        f"No file of rank 1 has appeared in checkpoint {folder}, which must be on a disk that all "
+        "2 ranks share. Give a folder on a shared disk.",
     )
     by_rank[0].abandon()
     assert not (tmp_path / "executed").exists()
@@ -509,7 +496,7 @@ def test_save_when_the_folder_cannot_be_written_then_the_file_is_named(
     path = folder / "01234567-00000.distcp"
     assert_says(
         save_refused(folder, running),
-        f"Invalid file {path}: [Errno 13] Permission denied: '{path}'. Must be writable. "
+        f"Cannot write file {path}: [Errno 13] Permission denied: '{path}'. "
         "Free space there, or save elsewhere; the last checkpoint is untouched.",
     )
     assert number_in(folder, World.of(TINY)) == 1 and leftovers(folder) == set()
@@ -522,7 +509,7 @@ def test_save_when_the_folder_cannot_be_made_then_it_is_named(
     place = tmp_path / "file" / "iter_0000001"
     assert_says(
         save_refused(place, running),
-        f"Invalid checkpoint {place}: [Errno 20] Not a directory: '{place}'. Must be writable. "
+        f"Cannot write checkpoint {place}: [Errno 20] Not a directory: '{place}'. "
         "Free space there, or save elsewhere.",
     )
 
@@ -577,15 +564,10 @@ def test_ranks_when_one_of_them_fails_or_dies_then_all_stop_and_the_old_checkpoi
     assert [name for name, _, _ in first[:2]] == [RanksDisagreeError.__name__] * 2
     assert [name for name, _, _ in second] == [CheckpointError.__name__] * 2
     assert all(is_unchanged for _, _, is_unchanged in first + second)
-    assert second[0][1].startswith(f"Invalid file {damaged}: CRC-32 ")
-    assert second[0][1].endswith(f". Must have CRC-32 {crc32:08x}. {DAMAGED}")
-    assert "[Errno 28] No space left on device. Must take 'main/" in second[1][1]
-    for theirs, ours in zip(first, second, strict=False):
-        assert theirs[1] in [
-            f"Invalid {what}: rank 1 refused with «{ours[1]}». Must pass on all 2 ranks. Mend what "
-            "that rank reports."
-            for what in ("load", "save")
-        ]
+    assert_mentions(second[0][1], str(damaged), f"CRC-32 {crc32:08x}", DAMAGED)
+    assert_mentions(second[1][1], "'main/", "[Errno 28] No space left on device")
+    for what, theirs, ours in zip(("load", "save"), first, second, strict=False):
+        assert_mentions(theirs[1], what, f"rank 1 raised «{ours[1]}»", "all 2 ranks")
     assert len(first) == 3 and "peer" in first[2][1]
     assert number_in(folder, World.of(TINY)) == 1
     assert all(name.endswith("-00001.distcp") for name in leftovers(folder))

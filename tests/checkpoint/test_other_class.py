@@ -124,7 +124,7 @@ def _refusals(rank: int, size: int, root: Path) -> dict[str, str]:
         dcp.save(state, checkpoint_id=root / f"dcp {name}")
 
     def folder() -> None:
-        with pytest.raises(CheckpointError, match=r"state of Lion, and the optimizer .* is Adam"):
+        with pytest.raises(CheckpointError, match=r"state of Lion, but the optimizer .* is Adam"):
             models["AdamW"][1].load(root / "Lion")
         with pytest.raises(CheckpointError, match=r"start from its weights"):
             models["Lion"][1].load(root / "AdamW")

@@ -413,8 +413,8 @@ def test_option_when_a_scheduler_changes_it_then_told_only_where_the_user_gave_a
 
 def test_state_when_its_form_is_another_after_a_restart_then_told(other_starts: Facts) -> None:
     (line,) = [line for line in other_starts.first["another form"] if line.startswith("resumed at")]
-    assert re.search("in .*exp_avg_sq_dtype='float32'.* goes on in .*_sq_dtype='bfloat16'", line)
-    assert "goes on in" not in "".join(other_starts.first["that rate again"])
+    assert re.search("as .*exp_avg_sq_dtype='float32'.* continues as .*_sq_dtype='bfloat16'", line)
+    assert "continues as" not in "".join(other_starts.first["that rate again"])
 
 
 def _left(rank: int, size: int, folder: Path) -> list[str]:
@@ -442,7 +442,7 @@ def test_run_when_its_process_has_ended_then_its_memory_is_free_and_the_next_sta
     for is_first in (True, False):
         said = run_ranks(_left, 2, tmp_path)
         assert said[1] == []
-        expected = "no snapshot in memory is taken; the run before had ended at step 5"
+        expected = "no snapshot in memory is used; the run before had ended at step 5"
         found = [line.startswith(expected) for line in said[0]]
         assert found == ([] if is_first else [True] * 2), said[0]
         for name in ("released", "held"):
@@ -501,10 +501,10 @@ class _Other(Params):
 
 EXPECTED = {
     "no resume": "Call resume() of the optimizer once before training",
-    "numpy": "must hold tensors, numbers, texts",
-    "step": "be the same on all ranks",
+    "numpy": "only tensors, numbers, texts",
+    "step": "number of steps that are done, the same on all ranks",
     "locked": "--rdzv-id or protect_folder",
-    "no border": "a third step without a border",
+    "no border": "third step without a call of protect",
 }
 
 

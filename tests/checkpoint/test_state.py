@@ -107,7 +107,7 @@ def test_load_when_saved_by_another_kind_of_optimizer_then_refused_and_nothing_c
     trained = Trained().train(1)
     before = trained.held()
     with pytest.raises(
-        CheckpointError, match=r"state of SGD, and the optimizer of this run is Adam"
+        CheckpointError, match=r"state of SGD, but the optimizer of this run is Adam"
     ):
         trained.load(tmp_path, 0)
     assert same(trained.held(), before)

@@ -256,10 +256,7 @@ def test_state_when_read_by_param_then_it_is_live_and_cannot_be_replaced() -> No
 #: What is done to a good state, and what the error must name.
 FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], tuple[str, ...]]] = {
     "no groups": (lambda state: state.pop("param_groups"), ("param_groups",)),
-    "other groups": (
-        lambda state: state["param_groups"].pop(),
-        ("params by group", "[2]", "[2, 3]"),
-    ),
+    "other groups": (lambda state: state["param_groups"].pop(), ("param groups", "[2]", "[2, 3]")),
     "other shape": (
         lambda state: _put(state, "exp_avg", torch.zeros(3)),
         ("exp_avg of", "[3]", "[31, 17]"),
@@ -268,7 +265,7 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], tuple[str, ...]]] = 
         lambda state: state["state"][0].pop("exp_avg_sq"),
         ("exp_avg, step besides", "exp_avg_sq"),
     ),
-    "no count": (lambda state: state["state"][0].pop("step"), ("besides", "Must hold", "step")),
+    "no count": (lambda state: state["state"][0].pop("step"), ("besides", "needs", "step")),
     "negative count": (lambda state: _put(state, "step", torch.tensor(-5.0)), ("step of", "-5")),
     "lr nan": (
         lambda state: state["param_groups"][0].update(lr=float("nan")),
@@ -493,7 +490,7 @@ def test_state_when_it_has_no_loss_scale_then_that_of_the_run_goes_on_and_a_line
     del state["param_groups"][0]["dynamic_loss_scale"]
     optimizer.load_state_dict(state)
     assert optimizer.sharded.loss_scale.state_dict() == before
-    assert "no loss scale; that of this run goes on" in caplog.text
+    assert "no loss scale" in caplog.text
 
 
 @pytest.mark.usefixtures("one_rank")

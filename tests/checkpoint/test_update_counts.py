@@ -159,7 +159,7 @@ def test_load_when_the_inner_optimizer_counts_once_a_group_then_refused_with_bot
     with pytest.raises(CheckpointError) as caught:
         _counting_by_group().load(tmp_path)
     text = str(caught.value)
-    assert "3 of 'decoder.layers.0.mlp.linear_fc1.weight'" in text and "torch_fused" in text
+    assert "3 updates of 'decoder.layers.0.mlp.linear_fc1.weight'" in text and "torch_fused" in text
 
 
 # With real processes and gradients that are missing.

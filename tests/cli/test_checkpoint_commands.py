@@ -70,7 +70,7 @@ def test_convert_when_to_torch_then_any_command_takes_it_and_nothing_differs(
     assert run(capsys, "diff", whole, target)[0] == 0
     assert run(capsys, "inspect", target)[1][3:7] == run(capsys, "inspect", whole)[1][3:7]
     status, lines, _ = run(capsys, "verify", target)
-    assert (status, lines[-1]) == (0, "no problem found: it is whole")
+    assert (status, lines[-1]) == (0, "no problem found: the checkpoint is complete")
     assert [row[1] for row in cells(lines) if row[0] == "ok"] == ["tensors", "values"]
 
 

@@ -288,7 +288,7 @@ def test_verdict_when_the_host_does_not_seed_something_then_is_none_whatever_our
         ours = hosts.run(dtype=dtype, **{what: 13}, **changes)
         outcome, sentence = judge(own, ours, again)
         assert outcome is Outcome.NONE, sentence
-        assert "the host's own two runs are apart" in sentence
+        assert "the host's own two runs differ" in sentence
         assert "set dropout to 0" in sentence
         assert judge(own, ours)[0] is not Outcome.SAME
 
@@ -335,7 +335,7 @@ def test_verdict_when_main_params_begin_otherwise_then_the_checkpoint_is_named(
         step[0]["mains"] = _as_text(mains)
     outcome, sentence = judge(own, ours, *hosts.yardsticks(dtype=torch.bfloat16))
     assert outcome is Outcome.DIFFERENT
-    assert "main params apart" in sentence and "seed and checkpoint of the start" in sentence
+    assert "main params apart" in sentence and "checkpoint of the start" in sentence
 
 
 def test_verdict_when_runs_begin_with_other_weights_then_only_the_host_tells_whose_they_are(
@@ -343,9 +343,9 @@ def test_verdict_when_runs_begin_with_other_weights_then_only_the_host_tells_who
 ) -> None:
     own, ours = hosts.run(), hosts.run(seed=1)
     outcome, sentence = judge(own, ours)
-    assert outcome is Outcome.NONE and "do not begin with equal weights" in sentence
+    assert outcome is Outcome.NONE and "do not start with equal weights" in sentence
     outcome, sentence = judge(own, ours, *hosts.yardsticks())
-    assert outcome is Outcome.DIFFERENT and "seed and checkpoint of the start" in sentence
+    assert outcome is Outcome.DIFFERENT and "checkpoint of the start" in sentence
 
 
 def test_verdict_when_a_value_is_not_finite_in_one_run_then_is_not_the_same(hosts: Hosts) -> None:

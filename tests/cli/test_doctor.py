@@ -131,7 +131,7 @@ def test_doctor_when_patched_and_not_registered_then_a_problem_because_the_fork_
         "worker_process_setup_hook",
     )
     write(plan_apply(fork_at(fork)))
-    assert says(of(diagnose(tmp_path), "ray").text, "by the entry point")
+    assert says(of(diagnose(tmp_path), "ray").text, "entry point")
     assert of(diagnose(tmp_path), "entry point").text.endswith("; the fork asks for it")
     entries(monkeypatch)
     (text,) = problems(diagnose(tmp_path))
@@ -252,8 +252,8 @@ def test_flags_when_ours_is_not_given_then_inert_or_a_problem_where_it_is_requir
 ) -> None:
     found = read(per_rank_2023(tmp_path))
     words = f"torchrun pretrain_gpt.py {FLAG} --DDP-impl local --distopt-adam auto"
-    assert launch(words, found) == [ok("launch", FLAG, "given: this optimizer is used")]
-    text = f"not given: the package is inert; add {FLAG} to use it"
+    assert launch(words, found) == [ok("launch", FLAG, "given, so this optimizer is used")]
+    text = f"not given, so this package does nothing; add {FLAG} to use it"
     assert launch("--bf16", found) == [noted("launch", FLAG, text)]
     (required,) = problems(launch("--bf16", found, Switch.REQUIRE))
     assert says(required, "MEGATRON_DISTOPT=require", f"Add {FLAG}")
@@ -262,6 +262,6 @@ def test_flags_when_ours_is_not_given_then_inert_or_a_problem_where_it_is_requir
         noted(
             "launch",
             FLAG,
-            "given, but MEGATRON_DISTOPT=0: the host's own distributed optimizer runs",
+            "given, but with MEGATRON_DISTOPT=0 the host's own distributed optimizer runs",
         )
     ]

@@ -122,6 +122,6 @@ def test_inspect_when_a_save_was_not_finished_then_what_to_do(
         status, lines, err = run(capsys, "inspect", tmp_path / "run")
         assert (status, lines) == (1, [])
         assert_mentions(
-            err, str(unfinished), "not finished", "4 .distcp files", "Wait", f"take {earlier}."
+            err, str(unfinished), "did not finish", "4 .distcp files", "Wait", f"take {earlier}."
         )
         shutil.rmtree(tmp_path / "run" / ITERATION, ignore_errors=True)

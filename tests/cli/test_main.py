@@ -39,15 +39,18 @@ def test_patch_when_checked_applied_and_undone_then_says_what_it_did(
     status, out, err = run(capsys, "patch", "--check", fork)
     head, _, diff = out.partition("\n\n")
     assert (status, err) == (0, "")
-    assert head == f"can be applied: {place}; megatron-distopt patch --apply {fork} puts them in"
+    assert (
+        head
+        == f"can be applied: {place}. To put them in, run megatron-distopt patch --apply {fork}"
+    )
     assert diff.startswith(
         f"--- a/{FACTORY}\n+++ b/{FACTORY}\n@@ -5,0 +6,{len(BLOCK)} @@\n+{BLOCK[0]}\n"
     )
     assert (fork / FACTORY).read_bytes() == before
-    undo = f"megatron-distopt patch --undo {fork} takes them out\n"
-    assert run(capsys, "patch", "--apply", fork) == (0, f"applied: {place}; {undo}", "")
+    undo = f"To take them out, run megatron-distopt patch --undo {fork}\n"
+    assert run(capsys, "patch", "--apply", fork) == (0, f"applied: {place}. {undo}", "")
     assert run(capsys, "patch", "--apply", fork) == (0, "is applied already: nothing to do\n", "")
-    assert run(capsys, "patch", "--check", fork) == (0, f"is applied: {place}; {undo}", "")
+    assert run(capsys, "patch", "--check", fork) == (0, f"is applied: {place}. {undo}", "")
     assert run(capsys, "patch", "--undo", fork) == (
         0,
         f"undone: {place}; the file is as it was before\n",
@@ -107,10 +110,8 @@ def test_doctor_when_there_is_a_problem_then_status_1_and_both_forms_say_the_sam
         doctor, "diagnose", lambda *words, has_trial: given.append((*words, has_trial)) or findings
     )
     status, out, _ = run(capsys, "doctor", "--no-trial", tmp_path, "--", "--bf16", "--json")
-    assert (status, out.splitlines()[-1]) == (
-        0,
-        "no problem found by reading; the import was not tried",
-    )
+    assert status == 0
+    assert_mentions(out.splitlines()[-1], "no problem found", "the import was not tried")
     assert given == [(tmp_path, ["--bf16", "--json"], False)]
     findings.append(problem("fork", "flag", "Bad."))
     assert run(capsys, "doctor")[0] == 1

@@ -70,7 +70,7 @@ def test_plan_when_memory_is_given_then_it_says_what_fits_and_how_many_ranks_wou
 
 
 REFUSALS: list[tuple[tuple[object, ...], tuple[str, ...]]] = [
-    (("--layers", 4, "--vocab", 128), ("no hidden", "--hidden N")),
+    (("--layers", 4, "--vocab", 128), ("--hidden is missing", "--hidden N")),
     ((*SIZES, "--pp", 3), ("4 (layers)", "--pp 3")),
     ((*SIZES, "--heads", 4, "--tp", 8), ("4 (heads)", "--tp 8")),
     ((*SIZES, "--heads", 3, "--kv-heads", 1), ("hidden size 40", "3 heads", "--head-dim")),

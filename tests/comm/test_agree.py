@@ -244,18 +244,18 @@ def test_raise_together_when_a_rank_raises_then_the_others_get_the_first_text(
             assert error == own[number]
         else:
             assert error[0] == "RanksDisagreeError"
-            assert_mentions(error[1], f"rank {rank} refused with «{text}»")
+            assert_mentions(error[1], f"rank {rank} raised «{text}»")
 
 
 @pytest.mark.parametrize(
     ("name", "field", "got", "odd"),
     [
-        ("first item", 1, "rank 1 has x as number 1 where rank 0 has c", "1"),
-        ("shorter", 0, "rank 1 has nothing as number 1 where rank 0 has b", "1"),
-        ("minority of rank 0", 0, "rank 0 has x as number 0 where rank 1 has a", "0"),
-        ("all differ", 0, "rank 1 has of 1 as number 0 where rank 0 has of 0", "1, 2"),
-        ("two fields", 0, "rank 2 has x as number 0 where rank 0 has a", "2"),
-        ("one item with a comma or two", 0, "rank 1 has a,b as number 0 where rank 0 has a", "1"),
+        ("first item", 1, "rank 1 has x as item 1 where rank 0 has c", "1"),
+        ("shorter", 0, "rank 1 has nothing as item 1 where rank 0 has b", "1"),
+        ("minority of rank 0", 0, "rank 0 has x as item 0 where rank 1 has a", "0"),
+        ("all differ", 0, "rank 1 has of 1 as item 0 where rank 0 has of 0", "1, 2"),
+        ("two fields", 0, "rank 2 has x as item 0 where rank 0 has a", "2"),
+        ("one item with a comma or two", 0, "rank 1 has a,b as item 0 where rank 0 has a", "1"),
     ],
 )
 def test_compare_when_ranks_differ_then_all_name_the_first_difference_and_the_minority(
@@ -279,8 +279,8 @@ def test_agreement_when_the_group_has_one_rank_then_it_agrees_with_itself(facts:
 
 def _names(rank: int, reason: str, size: int = SIZE) -> str:
     return (
-        f"megatron_distopt is not used on rank {rank} ({reason}). It must be used on all {size} "
-        "ranks or on none. Start every rank with the package installed and with the same flags and "
+        f"megatron_distopt is not used on rank {rank} ({reason}). Either all {size} ranks must "
+        "use it or none. Start every rank with the package installed and with the same flags and "
         "variables."
     )
 

@@ -108,7 +108,7 @@ def test_call_when_ranks_are_late_then_the_first_one_names_them_in_a_line_each_t
 ) -> None:
     first, second, third = facts["late: lines"]
     assert second == [
-        f"save() was called on rank 1, and not on {missing}. {REMEDY}"
+        f"save() was called on rank 1, but not on {missing}. {REMEDY}"
         for missing in ("rank 0 (not yet), rank 2 (not yet)", "rank 2 (not yet)")
     ]
     assert first == third == []

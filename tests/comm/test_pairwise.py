@@ -330,9 +330,7 @@ def _lost(rank: int, size: int, how: str, file: str) -> None:
 def test_pairwise_when_a_rank_ends_then_the_others_are_told_who(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="no result on ranks"):
         run_ranks(_lost, 2, "ended", str(tmp_path / "text"))
-    assert_mentions(
-        (tmp_path / "text").read_text(), "rank 1 has ended", "Read what rank 1 wrote last"
-    )
+    assert_mentions((tmp_path / "text").read_text(), "rank 1 has ended", "Read the log of rank 1")
 
 
 def test_message_when_a_rank_ended_before_it_began_then_the_others_are_told_who(
@@ -341,9 +339,7 @@ def test_message_when_a_rank_ended_before_it_began_then_the_others_are_told_who(
     with pytest.raises(RankError, match="no result on ranks"):
         run_ranks(_lost, 2, "gone", str(tmp_path / "text"))
     assert_mentions(
-        (tmp_path / "text").read_text(),
-        "lost rank 1",
-        "Look for the rank whose error is the first one",
+        (tmp_path / "text").read_text(), "lost rank 1", "Look for the rank whose error came first"
     )
 
 
@@ -352,7 +348,5 @@ def test_pairwise_when_a_rank_does_not_come_then_the_timeout_of_the_group_holds(
 ) -> None:
     run_ranks(_lost, 2, "late", str(tmp_path / "text"))
     assert_mentions(
-        (tmp_path / "text").read_text(),
-        "rank 1 did not come within 1 s",
-        "Read what rank 1 wrote last",
+        (tmp_path / "text").read_text(), "rank 1 did not come within 1 s", "Read the log of rank 1"
     )

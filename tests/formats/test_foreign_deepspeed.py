@@ -173,8 +173,8 @@ def test_open_when_a_universal_checkpoint_says_no_groups_then_it_is_refused(
     (path / "mp_rank_00_model_states.pt").unlink()
     assert_says(
         refused(CheckpointError, lambda: open_any(path)),
-        f"{path}: 2 param groups, and names of params of 0. Must say in mp_rank_XX_model_states.pt "
-        "which. Run python -m deepspeed.checkpoint.ds_to_universal again.",
+        f"{path}: 2 param groups, but names of 0 in mp_rank_XX_model_states.pt. "
+        "Run python -m deepspeed.checkpoint.ds_to_universal again.",
     )
 
 

@@ -403,7 +403,7 @@ def test_convert_when_a_file_asks_for_an_attribute_of_something_else_then_it_get
     with changed(source / "mp_rank_00/model_optim_rng.pt") as state:
         state["args"].asked = _Attribute()
     with pytest.raises(
-        CheckpointError, match="it asks for an attribute of something that is no enum"
+        CheckpointError, match="it asks for an attribute of something that is not an enum"
     ):
         convert(source, tmp_path / "plain", "plain")
 
@@ -508,9 +508,7 @@ def test_open_any_when_a_pickle_would_call_something_then_nothing_is_called(
     with changed(folder / name) as state:
         state["args"] = Namespace(tensor_model_parallel_size=1, more=Trap(str(made)))
         state["optimizer"] = [Trap(f"__import__('os').mkdir({str(made)!r})", eval)]
-    _check_refused(
-        lambda: open_any(folder), folder, "may hold tensors, plain values, and what Megatron"
-    )
+    _check_refused(lambda: open_any(folder), folder, "may hold only tensors, plain values")
     assert not made.exists()
 
 
@@ -634,7 +632,7 @@ NUMEL = sum(each.numel() for key, each in Fork().tensors.items() if key.startswi
 ANY, MODEL_FILE = ("manifest.json", "'convert --to torch'"), "mp_rank_00/model_optim_rng.pt"
 ALL_MACHINES, ITS_OWN_FORK = (
     "Copy the whole iteration folder",
-    "this one loads in its own fork alone",
+    "this one loads only in its own fork",
 )
 #: By name: how to make a checkpoint, and what is said of it beside its path.
 REFUSED: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
@@ -666,7 +664,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     ),
     "frozen params, plain": (
         lambda to: _with_model_file(_write(Fork(), "plain", to), _freeze),
-        ("10 params, 10 of them", "group 0", "the model's 11", "without frozen params"),
+        ("10 params in group 0, 10 of them", "the model has 11", "without frozen params"),
     ),
     "experts": (
         lambda to: Fork(options={"moe_expert_parallel_size": 2}).write(to),
@@ -692,7 +690,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
                 "(name=wd_no_scale_lr, wd_mult=1.0, lr_mult=1.0), (name=wd_scale_lr, wd_mult=1.0, "
                 "lr_mult=0.1), (name=no_wd_no_scale_lr, wd_mult=0.0, lr_mult=1.0)",
                 "decaying and not decaying",
-                "in its own fork with this package installed, and convert what that saves",
+                "in its own fork with this package installed, and convert what that run saves",
             ),
         )
         for layout in LAYOUTS
@@ -703,7 +701,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
             "{}/mp_rank_00/distrib_optim.pt",
             "fp32",
             "16-bit",
-            "one without the distributed optimizer",
+            "a run without the distributed optimizer",
         ),
     ),
     **{name: (lambda to, how=how: _strange(to, *how), ()) for name, how in STRANGE.items()},
@@ -775,7 +773,7 @@ def test_open_any_when_another_count_is_given_then_it_is_refused(kind: str, tmp_
     if kind == "ours":
         path = convert(path, tmp_path / kind, "distopt").path
     _check_refused(
-        lambda: open_any(path, resume_step=7), path, "{}", " 10 ", " 7. ", "Drop --resume-step"
+        lambda: open_any(path, resume_step=7), path, "{}", " is 10", " is 7. ", "Drop --resume-step"
     )
     assert {group.step for group in open_any(path, resume_step=10).head.groups} == {10}
 
@@ -831,7 +829,11 @@ NOT_CONVERTED: dict[str, tuple[Callable[[Path], Path], dict[str, Any], tuple[str
         )
         for to in ("distopt", "plain")
     },
-    "ours of another model": (_ours_of_another_model, {"to": "plain"}, ("are not the model's",)),
+    "ours of another model": (
+        _ours_of_another_model,
+        {"to": "plain"},
+        ("do not round to the model's params",),
+    ),
     "a param too few in the model files": (
         lambda to: _with_model_file(_ours(to), _without_a_param),
         {"to": "plain"},
@@ -863,7 +865,10 @@ def test_convert_when_it_cannot_become_that_then_it_says_why_and_nothing_is_writ
     path = make(tmp_path / "checkpoint")
     _check_refused(lambda: convert(path, tmp_path / "new", **options), path, *words)
     _check_refused(
-        lambda: convert(path, path, "plain"), path, "{}", "Name a folder or file that is not there"
+        lambda: convert(path, path, "plain"),
+        path,
+        "{}",
+        "Name a folder or file that does not exist yet",
     )
 
 

@@ -807,7 +807,7 @@ def _check_refused(refused: Refused, mentions: str) -> None:
 def _check_told(refused: Refused, of: Refused, rank: int = 1, size: int = 2) -> None:
     """By a rank that found nothing, and heard of another one's fault."""
     assert (refused.kind, refused.unchanged) == ("RanksDisagreeError", True)
-    assert_mentions(refused.text, f"rank {rank} refused with «{of.text}»", f"all {size} ranks")
+    assert_mentions(refused.text, f"rank {rank} raised «{of.text}»", f"all {size} ranks")
 
 
 def _refusals_in(table: str, layout: Facts) -> list[dict[str, Refused]]:

@@ -491,7 +491,7 @@ def test_host_of_2023_when_one_rank_refuses_then_the_other_says_which(found: Fac
     other, own = found["float64 on one rank"]
     assert (own.kind, other.kind) == ("LayoutError", "RanksDisagreeError")
     assert_mentions(own.text, *_FLOAT64.split(" | "))
-    assert f"rank 1 refused with «{own.text}»" in other.text
+    assert f"rank 1 raised «{own.text}»" in other.text
 
 
 def test_rank_when_it_is_switched_off_then_the_other_says_which(found: Facts) -> None:

@@ -479,11 +479,11 @@ REFUSALS: dict[str, tuple[str, ...]] = {
     "box missing on one rank": (
         "CheckpointError",
         "'exp_avg/decoder.final_layernorm.bias'",
-        "Must hold all 40",
+        "must hold all 40",
     ),
     "text damaged on one rank": (
         "CheckpointError",
-        "manifest of the host: CRC-32",
+        "Manifest of the host has CRC-32",
         "Load an earlier checkpoint",
     ),
     "another model": (

@@ -337,7 +337,7 @@ def test_host_when_one_rank_refuses_then_the_other_says_which(facts: Facts, name
         own is not None and own[0] is kind and other is not None and other[0] is RanksDisagreeError
     )
     assert_mentions(own[1], *parts)
-    assert_mentions(other[1], "start-up", f"rank 1 refused with «{own[1]}»")
+    assert_mentions(other[1], "start-up", f"rank 1 raised «{own[1]}»")
 
 
 def test_host_when_switched_off_on_one_rank_then_the_other_names_it_and_nothing_hangs(

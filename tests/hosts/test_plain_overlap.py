@@ -227,7 +227,7 @@ def test_overlap_when_two_optimizers_have_groups_of_their_own_then_ranks_may_beg
 
 def test_overlap_when_two_optimizers_share_a_group_then_it_says_what_to_write(facts: Facts) -> None:
     for each in facts["two in one group"]:
-        assert "shared by two optimizers with buckets under way" in each
+        assert "Two optimizers share one data-parallel group" in each
         assert "process_group=torch.distributed.new_group()" in each
         assert "overlap_grad_reduce=False for both" in each
 

@@ -121,9 +121,9 @@ def test_copies_when_damaged_then_the_other_copy_serves_or_the_older_snapshot_or
         ("memory", 15),
         ("disk", 5),
     ], job.output
-    told = re.findall(r"(\d+) copies are damaged, such as: .*", job.output)
+    told = re.findall(r"(\d+) copies are damaged, for example: .*", job.output)
     assert told == ["4", "4", "8", "16"], told  # one line a start
-    assert re.search(r"no snapshot in memory is taken; .*step 15", job.output), job.output
+    assert re.search(r"no snapshot in memory is used; .*step 15", job.output), job.output
     job.assert_equal(whole)
 
 
@@ -166,7 +166,7 @@ def test_memory_when_too_small_then_the_start_says_what_to_type(
     for node in (0, 1):
         nodes.boot(node, "1m")
     job = Job(nodes, Plan(str(tmp_path / "run"), STEPS, PROTECT), restarts=0).start()
-    assert re.search(r"Invalid protect_folder .*MB free.*--shm-size=", job.fail())
+    assert re.search(r"protect_folder .*MB free.*--shm-size=", job.fail())
     nodes.kill(0, 1)
 
 
@@ -194,7 +194,7 @@ def test_folder_when_of_another_model_or_in_use_then_it_is_passed_over_or_refuse
     apart.end()
     job.end()
     assert job.begins[0] == ("nothing", 0), job.output
-    assert re.search("no snapshot in memory is taken; .*shape", job.output), job.output
+    assert re.search("no snapshot in memory is used; .*shape", job.output), job.output
     job.assert_equal(whole)
 
 

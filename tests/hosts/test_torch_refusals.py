@@ -54,7 +54,7 @@ Case = tuple[Callable[[int], object], list[Refusal]]
 
 def one_rank(rank: int, kind: type[Exception], *parts: str) -> list[Refusal]:
     """That rank has its own, the others say which rank it was and repeat it."""
-    others = (RanksDisagreeError, (f"rank {rank} refused", *parts, "Mend what that rank reports"))
+    others = (RanksDisagreeError, (f"rank {rank} raised", *parts, "Fix what that rank reports"))
     return [(kind, parts) if each == rank else others for each in range(SIZE)]
 
 
@@ -264,7 +264,7 @@ IN_ITS_PAIR = (
     "rank 2 has bias[2]",
     "Start rank(s) 3 with the code and options",
 )
-OF_PAIR = [(RanksDisagreeError, ("rank 2 refused", *IN_ITS_PAIR))] * 2 + [
+OF_PAIR = [(RanksDisagreeError, ("rank 2 raised", *IN_ITS_PAIR))] * 2 + [
     (RanksDisagreeError, IN_ITS_PAIR)
 ] * 2
 
@@ -331,7 +331,7 @@ START_UP: dict[str, Case] = {
     "a group without this rank": (
         _of_others,
         [
-            (ConfigError, (f"does not have rank {rank}", "a group that it is in"))
+            (ConfigError, (f"Rank {rank} is not a member", "a group that it belongs to"))
             for rank in range(SIZE)
         ],
     ),

@@ -1,9 +1,9 @@
 """Which ranks share the memory of a node, and which rank of another node keeps a second copy of
 what a rank owns.
 
-A node is what sees one folder: its ranks read there the id that the first of them wrote. Nodes form
-a ring, in the order of their lowest ranks; the second copy goes to the next one, to the rank of the
-same place there.
+Ranks that see the same folder are on one node: they read in it the id that the first of them wrote.
+Nodes form a ring, in the order of their lowest ranks; the second copy goes to the next one, to the
+rank of the same place there.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Nodes:
 def find_nodes(folder: Path, everyone: Group) -> Nodes:
     """Collective: which ranks see the same folder, which is made where it is missing."""
     found = exchange_together(
-        lambda: (_id_of(folder), secrets.token_hex(8)), everyone, "protect_folder"
+        lambda: (_id_of(folder), secrets.token_hex(8)), everyone, "set-up of protect_folder"
     )
     ids, names = zip(*found, strict=True)
     numbers = {each: number for number, each in enumerate(dict.fromkeys(ids))}
@@ -81,7 +81,7 @@ def find_nodes(folder: Path, everyone: Group) -> Nodes:
 
 def _id_of(folder: Path) -> str:
     with disk.refused(
-        f"protect_folder {folder}", "be writable. Write protect_folder='/a/folder/in/memory'"
+        f"write to protect_folder {folder}", "Write protect_folder='/a/folder/in/memory'"
     ):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path, draft = folder / "node", folder / f"node-{secrets.token_hex(8)}"
@@ -106,15 +106,16 @@ def folder_of(given: str | None, environ: Mapping[str, str], group: Group) -> Pa
         and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     ):
         raise ConfigError(
-            "The store of torchrun is one for all starts, and must be a new one at each start, or "
-            "a restart hangs. Write export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, "
-            "on all nodes."
+            "torchrun shares one store between all starts of the job, and with that a restart "
+            "hangs. Write export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, on all "
+            "nodes."
         )
     job = environ.get("TORCHELASTIC_RUN_ID", "none")
     if given is None and (job in ("", "none") or not _MEMORY.is_dir()):
         raise ConfigError(
-            "The job has no name and no protect_folder, one of which has to name its memory. Start "
-            f"with torchrun --rdzv-id NAME, or write protect_folder='{_MEMORY}/NAME'."
+            "The job has neither a name nor a protect_folder, and one of them must name its "
+            "memory. Start with torchrun --rdzv-id NAME, or write "
+            f"protect_folder='{_MEMORY}/NAME'."
         )
     base = (
         Path(given)
@@ -140,14 +141,14 @@ def lock(folder: Path, nodes: Nodes) -> int | None:
             except CheckpointError:
                 if time.monotonic() > end:
                     raise CheckpointError(
-                        f"protect_folder {folder} is in use by another run, and must belong to one "
-                        "run at a time. End that run, or start this one with another --rdzv-id or "
-                        "protect_folder."
+                        f"protect_folder {folder} is in use by another run, and only one run at a "
+                        "time can use it. End that run, or start this one with another --rdzv-id "
+                        "or protect_folder."
                     ) from None
                 time.sleep(0.1)
         return None
 
-    return raise_together(locked, nodes.group, "protect_folder")
+    return raise_together(locked, nodes.group, "set-up of protect_folder")
 
 
 def check_space(folder: Path, nbytes: int, nodes: Nodes) -> None:
@@ -165,9 +166,9 @@ def check_space(folder: Path, nbytes: int, nodes: Nodes) -> None:
         free = shutil.disk_usage(folder).free + used
         if free < needed:
             raise CheckpointError(
-                f"Invalid protect_folder {folder}: {free / 1e6:,.0f} MB free. Two snapshots of "
-                f"{len(kept)} ranks need {needed / 1e6:,.0f} MB. Start a container with "
+                f"protect_folder {folder} has {free / 1e6:,.0f} MB free, and two snapshots of "
+                f"{len(kept)} ranks need {needed / 1e6:,.0f} MB. Start the container with "
                 f"--shm-size={needed // 10**9 + 1}g or --ipc=host, or give another folder."
             )
 
-    raise_together(check, nodes.group, "protect_folder")
+    raise_together(check, nodes.group, "set-up of protect_folder")

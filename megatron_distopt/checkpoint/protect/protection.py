@@ -69,8 +69,7 @@ class _Copying:
 
 
 class Protection:
-    """Collective: what `protect_every` asks for, for the model of `whole`; called around each step
-    as a hook.
+    """Collective: takes the snapshots that `protect_every` asks for; a hook around each step.
 
     Args:
         every: steps between two snapshots.
@@ -120,9 +119,9 @@ class Protection:
         """For the block at the start: what is protected against what."""
         copies = (
             "one node, so there is no second copy: a killed process loses nothing, a lost node "
-            "everything"
+            "loses everything"
             if self.nodes.num_nodes == 1
-            else f"the second copy lies on the next of {self.nodes.num_nodes} nodes"
+            else f"the second copy is on the next of {self.nodes.num_nodes} nodes"
         )
         return f"every {self._every} steps in {self.folder}; {copies}"
 
@@ -133,8 +132,8 @@ class Protection:
         self._num_steps += 1
         if self._num_steps > 2:
             raise ConfigError(
-                "This is a third step without a border, and protect_every has to be told of each "
-                f"border between two steps. {_RESUME_FIRST}."
+                "This is the third step without a call of protect, and protect_every needs that "
+                f"call between two steps. {_RESUME_FIRST}."
             )
         self.wait_for_copy()
 
@@ -170,8 +169,7 @@ class Protection:
         """
         if not self._is_ready:
             raise ConfigError(
-                "protect was called without a resume() before it, which looks for a snapshot. "
-                f"{_RESUME_FIRST}."
+                f"protect was called before resume(), which looks for a snapshot. {_RESUME_FIRST}."
             )
         self._life.is_paused, self._num_steps = False, 0
         self._last_step, self._num_borders = step, self._num_borders + 1
@@ -184,12 +182,13 @@ class Protection:
         steps, run, have_failed, save_ids = zip(*exchange(said, self._everyone), strict=True)
         if len(set(steps)) > 1:
             raise RanksDisagreeError(
-                f"The step of protect is {min(steps)} on one rank and {max(steps)} on another, and "
-                "must be the same on all ranks. Give protect the number of steps done."
+                f"protect was given step {min(steps)} on one rank and step {max(steps)} on "
+                "another. Give it the number of steps that are done, the same on all ranks."
             )
         if any(run):
             self._say(
-                "a snapshot of step %d is left out: the one before is still being written", step
+                "no snapshot of step %d is made, because the one before is still being written",
+                step,
             )
             return
         if last is not None and not any(have_failed):
@@ -294,7 +293,7 @@ class Protection:
             thread.join(_SECONDS_AT_EXIT)
 
     def _at_exit(self) -> None:
-        """Frees the memory of a run that has ended, because another one would go on from its end,
+        """Frees the memory of a run that has ended, because the next run would continue from it,
         and notes for the next start how it ended."""
         self.finish()
         # Megatrons leave without an error where they cannot load
@@ -305,11 +304,11 @@ class Protection:
                 note_end(self.folder, self._freed(self._last_step))
 
     def _freed(self, step: int) -> str:
-        """Removes the snapshots where the script came to its end; what the next start says of
-        it."""
+        """Removes the snapshots if the script came to its end; returns what the next start says
+        about it."""
         if self._sigterm.is_set() or not came_to_its_end(self._script):
             return (
-                f"whether the run before had ended at step {step} is not known, as after "
+                f"it is not known whether the run before had ended at step {step}, as after "
                 f"sys.exit() or SIGTERM: if it had, remove {self.folder} on all nodes"
             )
         keep_only(self.folder, ())
@@ -363,8 +362,8 @@ def _check_finite(copy: Contribution, snapshot: Snapshot) -> None:
         )
         if not bool(values.isfinite().all()):
             raise CheckpointError(
-                f"The state of step {snapshot.step} has inf or nan in {written.key}, and must be "
-                "finite. Training goes on, and the snapshot before it stays."
+                f"The state of step {snapshot.step} has inf or nan in {written.key}, and a "
+                "snapshot must be finite. Training continues, and the snapshot before it is kept."
             )
 
 

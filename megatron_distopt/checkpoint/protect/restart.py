@@ -2,8 +2,8 @@
 sizes the run has.
 
 Nothing of the running state changes before every file that is needed is on the node that reads it,
-with the bytes that its rank once wrote. A damaged copy is left to the other node's, a damaged or
-incomplete snapshot to the one before it.
+with the bytes that its rank once wrote. In place of a damaged copy the other node's is used, and in
+place of a damaged or incomplete snapshot the one before it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Resumed:
     """What a run goes on from."""
 
     step: int  # number of steps that were done
-    # what this rank's `state` returned then; that of rank 0 where the parallel sizes are others now
+    # what this rank's `state` returned then; that of rank 0 if the parallel sizes have changed
     state: Any
     is_same_size: bool  # whether the parallel sizes are those of the run that was saved
 
@@ -73,7 +73,7 @@ class Copies:
         if missing:
             raise CheckpointError(
                 f"The snapshot of step {self.snapshot.step} has no whole copy of rank "
-                f"{', '.join(missing)}. An older one is looked for."
+                f"{', '.join(missing)}. An older snapshot will be tried."
             )
         manifest = join([self.parts[rank] for rank in range(size)])
         check_complete(manifest)
@@ -130,14 +130,14 @@ def restore(
             f"{num_moved} of them brought to another node, "
             f"{time.monotonic() - start:.1f} s"
         )
-        others = [] if is_same else ["other parallel sizes"]
+        others = [] if is_same else ["the parallel sizes have changed"]
         if (was := manifest.about.get(FORM)) not in (None, form_of(model)):
-            others.append(f"the state was in {was}, and goes on in {form_of(model)}")
+            others.append(f"the state was saved as {was} and continues as {form_of(model)}")
         _tell("; ".join((text, *others, *ended, *passed_over, *_in_brief(damages))), nodes)
         return snapshot, Resumed(snapshot.step, state, is_same)
     if found or ended or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         why = [*ended, *passed_over, *_in_brief(damages)] or ["there is none"]
-        _tell("; ".join(("no snapshot in memory is taken", *why)), nodes)
+        _tell("; ".join(("no snapshot in memory is used", *why)), nodes)
     return None
 
 
@@ -148,7 +148,7 @@ def _tell(text: str, nodes: Nodes) -> None:
 
 def _in_brief(damages: Sequence[str]) -> list[str]:
     """What the line of a start says of copies that are not whole: files of large runs are many."""
-    return [f"{len(damages)} copies are damaged, such as: {damages[0]}"] if damages else []
+    return [f"{len(damages)} copies are damaged, for example: {damages[0]}"] if damages else []
 
 
 def _read_state(folder: Path, manifest: Manifest, key: str) -> Any:

@@ -1,8 +1,8 @@
 """Whether the script of this process came to its end, for what runs at the exit of the process.
 
-Python says there by which exception a script was left, but not of SystemExit: a script that
-`sys.exit(143)` has ended looks like one that came to its end. Its outermost frame tells them apart,
-because only that of the second one has returned.
+There Python reports the exception that ended a script, except SystemExit: a script that called
+`sys.exit(143)` looks like one that came to its end. The outermost frame tells them apart, because
+it has returned only in the second case.
 """
 
 from __future__ import annotations

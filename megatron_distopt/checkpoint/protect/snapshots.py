@@ -41,7 +41,7 @@ _NAME = re.compile(r"(\d{10})-([0-9a-f]{8})")
 _RECORD = re.compile(r"[0-9a-f]{8}-(\d{5,})\.part")
 #: The file that says how a run ended.
 ENDED = "ended"
-#: In what a manifest says about a run.
+#: Keys of `Manifest.about`.
 NUM_RANKS, FORM = "snapshot_ranks", "snapshot_form"
 
 
@@ -75,14 +75,14 @@ class Snapshot:
             CheckpointError: it is damaged.
         """
         path = self.file(base, rank)
-        with disk.refused(f"snapshot {path}", "be readable"):
+        with disk.refused(f"read snapshot {path}", "Another copy will be tried"):
             record = self.record(base, rank)
             part = from_text(record.read_text(encoding="utf-8", errors="replace"), str(record))
             if (crc32 := crc_of_file(path)) == part.files[0].crc32:
                 return part
         raise CheckpointError(
             f"Snapshot {path} has CRC-32 {crc32:08x}, and must have {part.files[0].crc32:08x}. "
-            "Another copy is looked for."
+            "Another copy will be tried."
         )
 
 
@@ -101,8 +101,8 @@ def held(base: Path) -> dict[Snapshot, list[int]]:
 
 
 def keep_only(base: Path, kept: Iterable[Snapshot]) -> None:
-    """Removes all other snapshots, and what the run before said of its end, which is none any
-    more."""
+    """Removes all other snapshots, and the note about the end of the run before, which now
+    continues."""
     names = {snapshot.folder(base).name for snapshot in kept}
     for folder in base.iterdir():
         if _NAME.fullmatch(folder.name) and folder.name not in names:
@@ -145,9 +145,9 @@ def packed(state: Callable[[], Any]) -> Tensor:
     except Exception as error:
         reason = str(error).strip().splitlines()[-1]
         raise CheckpointError(
-            f"The state of training cannot be kept: {reason}. It must hold tensors, numbers, "
-            "texts, lists, tuples and dicts alone. Convert what else is in it, such as "
-            "torch.from_numpy(array)."
+            f"The training state that was given to protect cannot be kept: {reason}. It may hold "
+            "only tensors, numbers, texts, lists, tuples and dicts. Convert anything else, for "
+            "example by torch.from_numpy(array)."
         ) from error
     return tensor
 

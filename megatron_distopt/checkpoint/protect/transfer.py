@@ -1,7 +1,7 @@
 """Files between the memories of two nodes, through gloo groups of two ranks that nothing else uses.
 
-They take the network that the user has set for gloo, and threads use them while training
-communicates in its own groups. Bytes are checked while they arrive.
+They use the network that the user has set for gloo. Threads use them while training communicates in
+its own groups. Bytes are checked while they arrive.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def receive_copy(line: Line, snapshot: Snapshot, base: Path, rank: int) -> None:
         for start in range(0, content.numel(), _PIECE_NBYTES):
             line.receive(content[start : start + _PIECE_NBYTES])
         if zlib.crc32(content.numpy().data) != record.crc32:
-            raise OSError("other bytes than were sent")
+            raise OSError("the bytes that arrived are not those that were sent")
         snapshot.commit(base, rank, part)
     except OSError as error:
         line.send_number(0, _ANSWER)

@@ -63,7 +63,7 @@ class FileGroup:
 class ForkEntries:
     """What is taken from a fork's files as it is."""
 
-    # options, with keys that mean nothing to anybody else
+    # options, including keys that only the fork understands
     groups: tuple[Mapping[str, Any], ...] = ()
     grad_scaler: Mapping[str, Any] | None = None
     #: The scheduler, which forks save with the model or the optimizer.
@@ -153,9 +153,9 @@ def groups_by_rule(file: ModelFile, groups: Sequence[Mapping[str, Any]]) -> tupl
             "decaying" if each else "not decaying" for each in sorted(members, reverse=True)
         )
         raise CheckpointError(
-            f"Param groups in {file.folder} are {saved}. The file does not say which param is in "
-            f"which, so there has to be one of each kind: {needed}. Resume it in its own fork with "
-            "this package installed, and convert what that saves."
+            f"The param groups in {file.folder} are {saved}. The file does not say which group a "
+            f"param is in, so there must be one group of each kind: {needed}. Resume it in its "
+            "own fork with this package installed, and convert what that run saves."
         )
     file_groups = []
     for group in groups:
@@ -165,13 +165,13 @@ def groups_by_rule(file: ModelFile, groups: Sequence[Mapping[str, Any]]) -> tupl
 
 
 def _turn(record: GroupRecord) -> tuple[bool, bool]:
-    """A fork makes groups that decay first, and of these those without a factor of the learning
-    rate."""
+    """Orders groups as a fork makes them: groups that decay first, and among these, groups without
+    a factor of the learning rate first."""
     return not group_decays(record.options), record.options.get("lr_mult", 1.0) != 1.0
 
 
 def _options_to_write(record: GroupRecord, entries: ForkEntries) -> dict[str, Any]:
-    """With the keys of the fork's own inner optimizer, where its files say them."""
+    """Adds the keys of the fork's own inner optimizer, where its files have them."""
     options = {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in record.options.items()
@@ -200,10 +200,10 @@ def whole_of(parts: Sequence[FileState], written_as: str) -> Source:
     params: dict[str, _Parts] = {}  # in the order of stages
     for part in parts:
         if part.kinds != kinds:
-            both = [", ".join(sorted(each)) or "main params alone" for each in (part.kinds, kinds)]
+            both = [", ".join(sorted(each)) or "only main params" for each in (part.kinds, kinds)]
             raise CheckpointError(
-                f"The optimizer state in {part.file.folder} holds {both[0]}, and that in "
-                f"{parts[0].file.folder} {both[1]}. Give the files of one save."
+                f"The optimizer state in {part.file.folder} holds {both[0]}, but that in "
+                f"{parts[0].file.folder} holds {both[1]}. Give the files of one save."
             )
         members = [number for group in part.groups for number in group.members]
         for number in sorted(members):
@@ -262,17 +262,17 @@ def _read(parts: _Parts, kind: str, info: TensorRecord, box: Box) -> Tensor:
 
 
 def _check_same(local: Tensor, whole: Tensor, part: FileState, number: int) -> None:
-    """A param that was taken for one that all ranks hold, and is cut, would be lost but for its
-    first part."""
+    """Checks that ranks hold the same values of a param that was taken for a replicated one: if it
+    were split, all but its first part would be lost."""
     distance = torch.linalg.vector_norm(local - whole)
     size = torch.linalg.vector_norm(whole)
     is_same = distance <= _LARGEST_DRIFT * size
     if not is_same:  # also where one of them is not a number
         name = part.file.params[number].name
         raise CheckpointError(
-            f"Param {name!r} is another one on tensor-parallel rank "
-            f"{part.file.tensor[0]} than on rank 0, and its name says nothing about how it is cut. "
-            "Convert it at tensor-parallel size 1."
+            f"Param {name!r} on tensor-parallel rank {part.file.tensor[0]} differs from that on "
+            "rank 0, and its name does not say how it is split. Convert it at tensor-parallel "
+            "size 1."
         )
 
 
@@ -337,8 +337,8 @@ class Slices:
         return last[1]
 
     def cut(self, kind: str, number: int, span: Span | None) -> Tensor:
-        """The same, or a copy of some of its elements, 1-D: a view would be saved with everything
-        that it is a view of."""
+        """Like `read`, or a 1-D copy of some of its elements. It is a copy because a view would be
+        saved with the whole tensor behind it."""
         values = self.read(kind, number)
         if span is None:
             return values

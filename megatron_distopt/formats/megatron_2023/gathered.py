@@ -62,8 +62,8 @@ _ADAM = ("exp_avg", "exp_avg_sq")
 #: Padding is less than the number of ranks that wrote a file; no run has more than these.
 _LARGEST_PADDING_NUMEL = 1 << 16
 _SAME_SAVE = (
-    "Give the optimizer state and the model of one save, of a model without frozen params: a file "
-    "does not say which they are"
+    "Give the optimizer state and the model of one save, of a model without frozen params, "
+    "because a file does not say which params are frozen"
 )
 
 
@@ -86,8 +86,7 @@ def gathered_state(
 
 
 def moments_in_file(kept: Iterable[str], *, is_adam: bool) -> list[str]:
-    """Which moments are in a file, in order, from those that are kept; Adam's are there before the
-    first update."""
+    """The moments that a file holds, in order. Adam's are in it even before the first update."""
     return sorted(kept) or list(_ADAM if is_adam else ())
 
 
@@ -115,7 +114,7 @@ class GatheredFile:
         tensors = _table(_table(self.state, chunk), dtype)
         if _MAIN_IN_FILE not in tensors:
             raise CheckpointError(
-                f"{self.origin.what} is without {where}, and must hold every grad buffer of the "
+                f"{self.origin.what} has no {where}, and must hold every grad buffer of the "
                 f"model. {self.origin.remedy}."
             )
         for kind, tensor in tensors.items():
@@ -135,13 +134,13 @@ class GatheredFile:
         if is_mixed and OURS not in self.state:
             raise CheckpointError(
                 f"{self.origin.what} was written by the fork's own optimizer for a param group "
-                "that mixes fp32 with 16-bit params, and that optimizer saves such groups "
-                f"permuted. {remedy}."
+                "that mixes fp32 with 16-bit params, and that optimizer saves such groups in the "
+                f"wrong order. {remedy}."
             )
 
 
 def _table(table: object, key: object) -> Mapping[Any, Any]:
-    """What a file has under a key; nothing where it has anything but a table there."""
+    """The table that a file has under a key; empty where it has something else."""
     found = table.get(key) if isinstance(table, Mapping) else None
     return found if isinstance(found, Mapping) else {}
 
@@ -157,8 +156,8 @@ def read_gathered(file: ModelFile) -> FileState:
     origin = Origin(f"File {path}", _SAME_SAVE)
     if not isinstance(state, Mapping) or not isinstance(entry, Mapping) or "optimizer" not in entry:
         raise CheckpointError(
-            f"File {path} holds no gathered state, or {file.path} no param groups. Both must be "
-            f"what a fork's distributed optimizer saves. {_SAME_SAVE}."
+            f"File {path} holds no gathered state, or {file.path} holds no param groups. Both "
+            f"must be files of a fork's distributed optimizer. {_SAME_SAVE}."
         )
     gathered = GatheredFile(state, origin)
     # Gradients that are all fp32 are those of an fp32 model, or of a run that adds them up in fp32.
@@ -173,8 +172,8 @@ def read_gathered(file: ModelFile) -> FileState:
     }
     if len({frozenset(each) for each in tensors.values()}) > 1:
         raise CheckpointError(
-            f"File {path} holds other tensors in one grad buffer than in another, and must hold "
-            f"the same of all params. {_SAME_SAVE}."
+            f"File {path} holds different tensors in two grad buffers, and must hold the same "
+            f"kinds for all params. {_SAME_SAVE}."
         )
     saved = entry["optimizer"]["param_groups"]
     groups = groups_by_rule(file, saved)
@@ -182,8 +181,8 @@ def read_gathered(file: ModelFile) -> FileState:
     dtypes = [{file.params[number].model.dtype for number in group.members} for group in groups]
     is_mixed = any(torch.float32 in of_group and len(of_group) > 1 for of_group in dtypes)
     remedy = (
-        "Convert what a run with this package installed saves, or one without the distributed "
-        "optimizer"
+        "Convert what a run with this package installed saves, or what a run without the "
+        "distributed optimizer saves"
     )
     gathered.check_order(is_mixed=is_mixed, remedy=remedy)
     place_of = {

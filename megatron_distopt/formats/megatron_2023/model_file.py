@@ -30,7 +30,7 @@ from megatron_distopt.layout import BufferLayout, ParamSpec, Placement, lay_out
 MODEL, MODEL_PER_RANK = "model_optim_rng.pt", "model_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _CHUNK = re.compile(r"model(\d*)")
-_UNKNOWN = "Convert a checkpoint of a model without it; this one loads in its own fork alone."
+_UNKNOWN = "Convert a checkpoint of a model without it; this one loads only in its own fork."
 #: The param of which the last of several pipeline stages holds a copy, and what files call that
 #: copy.
 _EMBEDDING = "language_model.embedding.word_embeddings.weight"
@@ -67,7 +67,7 @@ class FileParam:
     placement: Placement  # in the whole model; has the name
     chunk: int  # of the file's model chunks
     model: Tensor  # its values, in the dtype in which the model computes
-    is_copy: bool  # another stage holds the same param and speaks for it
+    is_copy: bool  # whether another stage holds the same param, and its values count
 
     @property
     def name(self) -> str:
@@ -125,13 +125,13 @@ def open_model_files(iteration: Path) -> tuple[ModelFile, ...]:
             )
     first = next(iter(states))
     any_file = ModelFile(paths[first], states[first], (0, 1), (0, 1), ())
-    # As the run was told; as many files must be there.
+    # Sizes that the run was started with; as many files must be there.
     stages = any_file.number("pipeline_model_parallel_size", max(stage for stage, _ in paths) + 1)
     size = any_file.number("tensor_model_parallel_size", max(rank for _, rank in paths) + 1)
     expected = [(stage, rank) for stage in range(stages) for rank in range(size)]
     if paths.keys() != set(expected):
         raise CheckpointError(
-            f"Checkpoint {iteration} has {len(paths)} model files. It has to hold one for each of "
+            f"Checkpoint {iteration} has {len(paths)} model files, and must have one for each of "
             f"{size} tensor-parallel ranks and {stages} pipeline stages. Copy the whole iteration "
             "folder, from all machines of the run."
         )
@@ -171,7 +171,8 @@ def _with_params(file: ModelFile) -> ModelFile:
 
 
 def _check_no_experts(file: ModelFile, named: list[tuple[str, Tensor]]) -> None:
-    """Experts on other ranks are in no file, or in files of their own."""
+    """Refuses a model with experts: those on other ranks are in no file, or in files of their
+    own."""
     options = ("moe_expert_parallel_size", "expert_model_parallel_size", "expert_parallel")
     experts = [f"--{name.replace('_', '-')}" for name in options if file.number(name) > 1]
     experts += ["--expert-parallel"] if file.option("expert_parallel") is True else []
@@ -199,8 +200,8 @@ def _first_layer(file: ModelFile, chunk: int, named: list[tuple[str, Tensor]], c
     )
     if is_uneven or in_model != in_chunk * stages * chunks:
         raise CheckpointError(
-            f"In {file.path} stage {stage} has {in_chunk} of {in_model} layers. An equal part of "
-            f"them has to be on each of {stages} stages. {_UNKNOWN}"
+            f"In {file.path}, stage {stage} has {in_chunk} of {in_model} layers, but each of "
+            f"{stages} stages must have an equal part. {_UNKNOWN}"
         )
     return chunk * (in_model // chunks) + stage * in_chunk
 
@@ -230,8 +231,8 @@ def _flat(tree: Mapping[str, object], prefix: str) -> Iterator[tuple[str, Tensor
 
 
 def _order(prefix: str, key: str, value: object) -> int:
-    """Where modules have a dict each, some are saved in another order than they are registered
-    in."""
+    """The position of a param in the order of registration. Modules with a dict each may be saved
+    in another order."""
     if not isinstance(value, Mapping):
         return -1  # a module's own params come before those of its children
     if not prefix:

@@ -113,7 +113,7 @@ def named_shards(entry: Mapping[str, Any]) -> dict[str, SavedShard] | None:
         tensors = {key: value for key, value in saved.items() if torch.is_tensor(value)}
         if any(tensor.shape != (span.numel,) for tensor in tensors.values()):
             raise CheckpointError(
-                f"A shard of {name!r} has not the {span.numel} elements that its file says. "
+                f"A shard of {name!r} does not have the {span.numel} elements that its file says. "
                 f"{_SAME_SAVE}."
             )
         shards[str(name)] = SavedShard(span, tensors)
@@ -149,8 +149,8 @@ def read_per_rank(file: ModelFile) -> FileState:
     if len(found) < told:
         missing = _file(file.folder, len(found))
         raise CheckpointError(
-            f"Checkpoint {file.folder.parent} has no {missing}, and the run "
-            f"that saved it had {told} data-parallel ranks. {_SAME_SAVE}."
+            f"Checkpoint {file.folder.parent} has no {missing}, but the run that saved it had "
+            f"{told} data-parallel ranks. {_SAME_SAVE}."
         )
     paths = found[:told]  # one of a higher rank is left from an earlier save
     contents = [_loaded(path) for path in paths]
@@ -196,8 +196,8 @@ def _loaded(path: Path) -> Mapping[str, Any]:
     missing = missing_in(entry) if isinstance(entry, Mapping) else ["optimizer"]
     if missing:
         raise CheckpointError(
-            f"File {path} is without {', '.join(missing)}, and must be what a rank of a fork's "
-            f"distributed optimizer saves. {_SAME_SAVE}."
+            f"File {path} has no {', '.join(missing)}, which a rank of a fork's distributed "
+            f"optimizer saves. {_SAME_SAVE}."
         )
     return state
 
@@ -224,7 +224,7 @@ def _shards_in(
         place = places.get(group_decays(group.options))
         if place is None and owned:
             raise CheckpointError(
-                f"{origin.what} is without the param group of {dict(group.options)}, and must hold "
+                f"{origin.what} has no param group with {dict(group.options)}, and must hold "
                 f"{len(owned)} params of it. {origin.remedy}."
             )
         params = [(file.params[number], span.numel) for number, span in owned]

@@ -76,12 +76,13 @@ class ParamEntry:
         return ({} if self.main is None else {MAIN: self.main}) | self.moments
 
     def check_numbers(self, origin: Origin) -> None:
-        """Refuses a number that is kept for the param beside an update count: it would be lost."""
+        """Refuses a number that is kept once for the param, other than an update count, because it
+        would be lost."""
         for key, value in self.state.items():
             if torch.is_tensor(value) and value.dim() == 0 and key != "step":
                 raise CheckpointError(
-                    f"{origin.what} holds one number {key!r} for {self.name!r}, and must hold what "
-                    f"is kept for each element. {origin.remedy}."
+                    f"{origin.what} holds one number {key!r} for {self.name!r}, and must hold one "
+                    f"for each element. {origin.remedy}."
                 )
 
 
@@ -101,7 +102,7 @@ class OptimizerEntry:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it is of an optimizer that had updated anything."""
+        """Whether the optimizer that saved it had made an update."""
         return any(self.inner["state"].values())
 
     def params(self, place: int, expected: Sequence[ExpectedParam]) -> Iterator[ParamEntry]:
@@ -117,9 +118,9 @@ class OptimizerEntry:
         num_mains = sum(each.has_main for each in expected)
         if len(numbers) != len(expected) or len(left) != num_mains:
             raise CheckpointError(
-                f"{self.origin.what} holds {len(numbers)} params, {len(left)} of them with a main "
-                f"param, in group {place}, and must hold the model's {len(expected)}, {num_mains} "
-                f"of them of 16 bits. {self.origin.remedy}."
+                f"{self.origin.what} holds {len(numbers)} params in group {place}, {len(left)} of "
+                f"them with a main param, but the model has {len(expected)} there, {num_mains} of "
+                f"them in 16 bits. {self.origin.remedy}."
             )
         of_main = iter(left)
         for each, number in zip(expected, numbers, strict=True):
@@ -130,7 +131,7 @@ class OptimizerEntry:
                 if tuple(tensor.shape) != each.shape:
                     raise CheckpointError(
                         f"{self.origin.what} holds a tensor of shape {list(tensor.shape)} for "
-                        f"{each.name!r}, and must hold its shape {list(each.shape)}. "
+                        f"{each.name!r}, whose shape is {list(each.shape)}. "
                         f"{self.origin.remedy}."
                     )
             yield saved

@@ -18,7 +18,7 @@ class Origin:
     """Where a state comes from, for errors."""
 
     what: str  # the state and its file, if that is known, as a sentence begins with it
-    remedy: str  # what to do where it does not fit
+    remedy: str  # what to do if it does not fit
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,15 +40,16 @@ class SavedShard:
 def in_order(
     name: str, span: Span, parts: Iterable[SavedShard], origin: Origin
 ) -> list[SavedShard]:
-    """What ranks saved of these elements of a param, checked: all of them, and the same kinds."""
+    """The shards of these elements of a param in order, after checking that they are complete and
+    hold the same kinds."""
     found = sorted(parts, key=lambda part: part.in_param.start)
     starts = [part.in_param.start for part in found]
     stops = [part.in_param.stop for part in found]
     if [*starts, span.stop] != [span.start, *stops]:
         held = ", ".join(f"{part.in_param.start} to {part.in_param.stop}" for part in found)
         raise CheckpointError(
-            f"{origin.what} holds elements {held or 'none'} of {name!r}, and must hold each of "
-            f"{span.start} to {span.stop} once on one rank. {origin.remedy}."
+            f"{origin.what} holds elements {held or 'none'} of {name!r}, and must hold each from "
+            f"{span.start} to {span.stop} once, on one rank. {origin.remedy}."
         )
     kinds = {kind for part in found for kind in part.tensors}
     for part in found:
@@ -57,8 +58,8 @@ def in_order(
             held = ", ".join(sorted(part.tensors))
             needed = ", ".join(sorted(kinds))
             raise CheckpointError(
-                f"{origin.what} holds {held or 'nothing'} of {name!r} on one rank, and must hold "
-                f"{needed}, as on another rank. {origin.remedy}."
+                f"{origin.what} holds {held or 'nothing'} of {name!r} on one rank, but {needed} "
+                f"on another. {origin.remedy}."
             )
     return found
 

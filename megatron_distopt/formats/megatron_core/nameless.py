@@ -74,7 +74,7 @@ def refuse_nameless(path: Path) -> NoReturn:
 
 @dataclass(frozen=True)
 class OptimizerPlace:
-    """Which optimizer of a run is asked for, and what its buffers are like."""
+    """Which optimizer of a run is opened, and how its buffers are laid out."""
 
     folder: str  # of its model-parallel rank, such as "mp_rank_00_001"
     chain: int  # its number in the chain of optimizers
@@ -122,9 +122,9 @@ def open_nameless(path: Path, place: OptimizerPlace) -> NamelessOptimizer:
     inner = head.get("optimizer", head)
     if not isinstance(inner, Mapping) or "param_groups" not in inner:
         raise CheckpointError(
-            f"There are no param groups of optimizer {place.chain} of data-parallel group "
-            f"{place.group} in {path}. Load the iteration of a run with these parallel sizes that "
-            "was saved without --no-save-optim."
+            f"{path} has no param groups of optimizer {place.chain} of data-parallel group "
+            f"{place.group}. Load the iteration of a run with these parallel sizes that was saved "
+            "without --no-save-optim."
         )
     return NamelessOptimizer(buffers, inner["param_groups"], head.get("grad_scaler"))
 
@@ -197,8 +197,9 @@ def _coalesced(state: Any, place: OptimizerPlace, where: Path) -> list[NamelessB
     """The buffers of a state that data-parallel rank 0 gathered (megatron-core since 0.7)."""
     if not isinstance(state, Mapping) or not state.get(_COALESCED):
         raise CheckpointError(
-            f"The optimizer state in {where} has no {_COALESCED!r}, which megatron-core writes "
-            "since 0.7. Load it with the megatron-core that wrote it, and save it with a later one."
+            f"The optimizer state in {where} has no {_COALESCED!r}, which megatron-core has "
+            "written since 0.7. Load it with the megatron-core that wrote it, and save it with a "
+            "later one."
         )
     of_buffers = [
         tensors

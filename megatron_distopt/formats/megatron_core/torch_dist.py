@@ -64,8 +64,8 @@ _AGAIN = (
 #: megatron-core 0.15 to 0.19 cuts params out of buffers at wrong places where there are several
 #: buckets.
 _MISPLACED = (
-    "megatron-core 0.15 to 0.19 may misplace them as it saves. Load the weights alone with "
-    "--no-load-optim, and save without --dist-ckpt-optim-fully-reshardable."
+    "megatron-core 0.15 to 0.19 may put them in wrong places as it saves. Load only the "
+    "weights with --no-load-optim, and save without --dist-ckpt-optim-fully-reshardable."
 )
 _MAIN_KINDS = ("param", "fp32_param")
 #: Options other than weight decay that tell groups apart.
@@ -88,8 +88,8 @@ def open_torch_dist(path: Path) -> Source:
         )
         if not isinstance(common, Mapping):
             raise CheckpointError(
-                f"{where} in {path} holds a {type(common).__name__}, not the state that all ranks "
-                "share. It is damaged: load an earlier checkpoint."
+                f"{where} in {path} holds a {type(common).__name__} instead of the state that all "
+                "ranks share, so it is damaged. Load an earlier checkpoint."
             )
         return _opened(folder, common)
 
@@ -116,7 +116,7 @@ def _opened(folder: DcpFolder, common: Mapping[str, Any]) -> Source:
             )
         raise CheckpointError(f"Checkpoint {folder.folder} has {got}.")
     found = {kind: _named_tensors(folder, of_kind, model) for kind, of_kind in keys.items()}
-    # What an fp32 model computes with is what its optimizer updates.
+    # In an fp32 model the params themselves are what the optimizer updates.
     updated = {name for tensors in found.values() for name in tensors}
     mains = {
         name: model[name] for name in updated if name in model and model[name].dtype == "float32"
@@ -190,8 +190,9 @@ def _groups_in(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def _records(
     shapes: Mapping[str, tuple[int, ...]], groups: Sequence[Mapping[str, Any]], where: str
 ) -> Iterator[GroupRecord]:
-    """By megatron-core's rule where there is a group that decays and one that does not; otherwise
-    what all groups share is said of all params, and the rest is left to the run that loads."""
+    """Assigns params to groups by megatron-core's rule if one group decays and one does not.
+    Otherwise all params get the options that all groups share, and the run that loads keeps its own
+    for the rest."""
     step = the_step(groups, where)
     by_decay = {bool(group.get("wd_mult", 1.0)): group for group in groups}
     if (

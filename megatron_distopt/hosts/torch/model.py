@@ -211,7 +211,9 @@ class ShardedModel(HostState):
         is replaced."""
         self.gather.finish()
         act_on_deferred_notice([self.sharded])
-        raise_together(partial(self.params.follow, is_read=is_read), self.everyone, "params")
+        raise_together(
+            partial(self.params.follow, is_read=is_read), self.everyone, "the check of params"
+        )
 
     def begin_load(self) -> None:
         self.bring_up_to_date(is_read=False)
