@@ -44,13 +44,14 @@ from megatron_distopt.plugin.recording import RecordedParam
 
 #: The distance from 1 to the next number of fp32.
 _FP32_EPSILON = 2.0**-23
-#: A norm: the last bits of a sum of squares that fp32 adds up over many elements and ranks.
+#: A norm: the last bits of a sum of squares that fp32 adds up over many elements and ranks. Large
+#: params explain more, see `_norm_rounding`.
 _NORM_ROUNDING = 2.0**-16
 #: A loss: few roundings of a mean in fp32, as the forward pass is the same.
 _LOSS_ROUNDING = 8 * _FP32_EPSILON
 #: An element of an update: two roundings of the weight, and of the step twice that of the norm that
 #: clips it.
-_OF_WEIGHT, _OF_STEP = 2 * _FP32_EPSILON, 2 * _NORM_ROUNDING
+_OF_WEIGHT, _TIMES_OF_NORM = 2 * _FP32_EPSILON, 2
 #: Number of elements that may differ by more, in any param, because a few can by chance.
 _ANY_DIFFER = 3
 #: By how many numbers of 16 bits few elements may be off together: near 0, where numbers are close
@@ -111,10 +112,6 @@ class Deviation:
 
 _BOUND_AT_START = Bound(limit=0.0, at_least=0.0, look=START)
 _BOUNDS_AT_START = {"weights": _BOUND_AT_START, "main params": _BOUND_AT_START}
-_BOUNDS_AT_EQUAL_WEIGHTS = {
-    "loss": Bound(limit=_LOSS_ROUNDING, at_least=math.inf, look=FORWARD),
-    "gradient norm": Bound(limit=_NORM_ROUNDING, at_least=math.inf, look=SUM_OF_GRADIENTS),
-}
 
 
 def judge(own: RecordedRun, ours: RecordedRun, *hosts_others: RecordedRun) -> tuple[Outcome, str]:
@@ -262,7 +259,9 @@ def _of_step(
     if number == 0:
         bounds |= _BOUNDS_AT_START
     if is_equal:
-        bounds |= _BOUNDS_AT_EQUAL_WEIGHTS
+        norm = _norm_rounding(one)
+        bounds["loss"] = Bound(limit=_LOSS_ROUNDING, at_least=math.inf, look=FORWARD)
+        bounds["gradient norm"] = Bound(limit=norm, at_least=math.inf, look=SUM_OF_GRADIENTS)
     return [
         Deviation(iteration=number + 1, what=what, apart=apart[what], bound=bounds[what])
         for what in apart
@@ -277,15 +276,29 @@ def _bounds(one: RecordedRun, other: RecordedRun, number: int) -> dict[str, Boun
     drift = math.sqrt(epsilon) * growth
     one_rounding = epsilon * _OF_EPSILON
     of_gradient = grad_epsilon * _OF_EPSILON
+    norm = _norm_rounding(one)
+    of_step = _TIMES_OF_NORM * norm
     return {
-        "weights": Bound(limit=drift, at_least=max(_OF_STEP, one_rounding), look=STATE),
-        "main params": Bound(limit=drift, at_least=max(_OF_STEP, of_gradient), look=STATE),
+        "weights": Bound(limit=drift, at_least=max(of_step, one_rounding), look=STATE),
+        "main params": Bound(limit=drift, at_least=max(of_step, of_gradient), look=STATE),
         "loss": Bound(
             limit=max(_LOSS_ROUNDING, one_rounding) * growth, at_least=math.inf, look=STATE
         ),
-        "gradient norm": Bound(limit=drift, at_least=max(_NORM_ROUNDING, one_rounding), look=STATE),
+        "gradient norm": Bound(limit=drift, at_least=max(norm, one_rounding), look=STATE),
         "loss scale": Bound(limit=0.0, at_least=0.0, look=OVERFLOW),
     }
+
+
+def _norm_rounding(run: RecordedRun) -> float:
+    """What rounding explains of a gradient norm.
+
+    A host may add up the squares of a whole param in fp32, one after another, as torch does on one
+    thread of a CPU. Each addition rounds by up to half of the last bit, and n of them drift by
+    about the root of n.
+    """
+    largest_numel = max(param.numel for param in run.params)
+    drift = math.sqrt(largest_numel) * _FP32_EPSILON / 2
+    return max(_NORM_ROUNDING, drift)
 
 
 def _grad_epsilon(one: RecordedRun, other: RecordedRun) -> float:
@@ -343,7 +356,8 @@ def _of_update(
     others = values_of(other, number)
     step = np.abs(after - before)
     size = np.maximum(np.abs(before), np.abs(after))
-    rounding = _OF_WEIGHT * size + _OF_STEP * step
+    of_step = _TIMES_OF_NORM * _norm_rounding(one)
+    rounding = _OF_WEIGHT * size + of_step * step
     differ = np.abs(after - others) > rounding
     params = one.params
     shares = np.array([_share(param, of_mains=of_mains) for param in params])

@@ -13,7 +13,7 @@ import base64
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +299,25 @@ def test_verdict_when_a_yardstick_is_wide_then_bounds_with_a_reason_still_hold(
     own, wide = hosts.run(), hosts.run(order=1.4e-5)
     assert judge(own, hosts.run(norm=1 + 5e-5), wide)[0] is Outcome.DIFFERENT
     assert judge(own, hosts.run(lr=3.003e-3), wide)[0] is Outcome.DIFFERENT
+
+
+@pytest.mark.parametrize(
+    ("numel", "norm", "outcome"),
+    [
+        (1 << 10, 1 + 5e-5, Outcome.DIFFERENT),
+        (1 << 22, 1 + 5e-5, Outcome.SAME),  # torch's norm of so many elements was off by 8.6e-5
+        (1 << 22, 1 + 2e-4, Outcome.DIFFERENT),
+    ],
+)
+def test_verdict_when_a_param_is_large_then_its_norm_may_round_more(
+    numel: int, norm: float, outcome: Outcome, tmp_path: Path
+) -> None:
+    own = Training().run(tmp_path / "own")
+    ours = Training(norm=norm).run(tmp_path / "ours")
+    for run in (own, ours):
+        run.params[0] = replace(run.params[0], numel=numel)
+    found, sentence = judge(own, ours)
+    assert found is outcome, sentence
 
 
 def test_verdict_when_only_main_params_differ_then_finds_what_16_bits_round_off(
