@@ -421,8 +421,8 @@ BAD: list[tuple[Rule, str, str, str]] = [
     (
         has_properties_that_answer_at_once,
         "session/a.py",
-        f"from {NAME}.comm import exchange\nclass A:\n    @property\n    def b(self):\n"
-        "        return exchange(1)",
+        f"from {NAME}.comm import all_gather_objects\nclass A:\n    @property\n    def b(self):\n"
+        "        return all_gather_objects(1)",
         "line 4: property b communicates",
     ),
     (

@@ -24,7 +24,7 @@ import torch
 from megatron_distopt.checkpoint.save import (
     Contribution,
     Saving,
-    Written,
+    TensorToWrite,
     begin,
     contribution_of,
     should_have_appeared,
@@ -55,13 +55,13 @@ class Staging:
         # the first touch of a page takes time: once here, instead of in a save
         self._memory.fill_(0)
 
-    def copy(self, tensors: Sequence[Written]) -> list[Written]:
+    def copy(self, tensors: Sequence[TensorToWrite]) -> list[TensorToWrite]:
         """Copies everything, for which there is room; what it returned before is overwritten."""
         copies = self.begin_copy(tensors)
         mark(self._device)()  # the device copies one after the other, and the CPU waits once
         return copies
 
-    def begin_copy(self, tensors: Sequence[Written]) -> list[Written]:
+    def begin_copy(self, tensors: Sequence[TensorToWrite]) -> list[TensorToWrite]:
         """The same on the current stream of the device, without waiting for it."""
         copies, start = [], 0
         for written in tensors:
@@ -72,7 +72,7 @@ class Staging:
         return copies
 
 
-def room_for(tensors: Sequence[Written]) -> int:
+def room_for(tensors: Sequence[TensorToWrite]) -> int:
     """Bytes of memory that hold a copy of all of the tensors."""
     return sum(_aligned(written.tensor.nbytes) for written in tensors)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.comm import Group
-from megatron_distopt.comm.messages import Parcel, begin_travel
+from megatron_distopt.comm.messages import Message, begin_travel
 from megatron_distopt.layout import Box
 
 
@@ -40,7 +40,7 @@ def gather_whole(
     mine = torch.cat([part.reshape(-1) for part in parts]).to(carried) if parts else None
     if group.rank != 0:
         if mine is not None:
-            begin_travel([Parcel(0, mine)], [], 0, group).wait()
+            begin_travel([Message(0, mine)], [], 0, group).wait()
         return None
     known = [held for held in by_rank if held is not None]
     whole = torch.zeros(known[0].shape, dtype=known[0].dtype)
@@ -52,7 +52,7 @@ def gather_whole(
         flat = mine
         if rank != 0 or flat is None:
             flat = torch.empty(sum(held.numels), dtype=whole.dtype, device=carried)
-            begin_travel([], [Parcel(rank, flat)], 0, group).wait()
+            begin_travel([], [Message(rank, flat)], 0, group).wait()
         for box, part in zip(held.boxes, torch.split(flat.cpu(), held.numels), strict=True):
             whole[box.as_slices()] = part.view(box.sizes)
     return whole

@@ -35,7 +35,7 @@ from megatron_distopt.checkpoint.whole_model import (
     shards_of,
     take_owned,
 )
-from megatron_distopt.comm import Group, exchange, exchange_together, raise_together
+from megatron_distopt.comm import Group, all_gather_objects, all_gather_results, raise_together
 from megatron_distopt.errors import CheckpointError, some_of
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.averages import AVERAGE
@@ -90,7 +90,7 @@ def check_state(opened: Callable[[], Loadable], model: WholeModel, everyone: Gro
         state.verify(plans[0].reads)
         return {"id of the save": state.manifest.save_id, **state.alike}
 
-    _check_alike(exchange_together(check, everyone, "load"), plans[0].state.where)
+    _check_alike(all_gather_results(check, everyone, "load"), plans[0].state.where)
     return plans[0]
 
 
@@ -111,7 +111,9 @@ def _check_alike(by_rank: Sequence[Mapping[str, str]], where: str) -> None:
 def take_checked(plan: LoadPlan, everyone: Group) -> None:
     """Collective: the second half of `load_state`."""
     is_told = everyone.rank == 0
-    changed = exchange([line for match in plan.groups for line in match.differences()], everyone)
+    changed = all_gather_objects(
+        [line for match in plan.groups for line in match.differences()], everyone
+    )
     raise_together(lambda: take_state(plan), everyone, "load")
     if is_told:
         tell(line for lines in changed for line in lines)
@@ -140,7 +142,7 @@ def names_of_all(model: WholeModel, everyone: Group) -> set[str]:
         for _, shard in shards_of(share.optimizer)
         if shard.in_param.start == 0
     ]
-    return {name for names in exchange(begun_here, everyone) for name in names}
+    return {name for names in all_gather_objects(begun_here, everyone) for name in names}
 
 
 @torch.no_grad()

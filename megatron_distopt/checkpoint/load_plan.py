@@ -163,15 +163,15 @@ def plan_load(state: Loadable, model: WholeModel, names: Iterable[str]) -> LoadP
     saved = _saved_params(state, model, saved_names)
     group_of = {
         name: group
-        for group in (*state.manifest.resting, *state.manifest.groups)
+        for group in (*state.manifest.untrained, *state.manifest.groups)
         for name in group.names
     }
-    resting = {name: group_of[there] for name, there in saved_names.items() if there in group_of}
+    untrained = {name: group_of[there] for name, there in saved_names.items() if there in group_of}
     groups = [
         match
         for share in model.shares
         for number in range(len(share.optimizer.plan.groups))
-        if (match := _match_group(share, number, saved, resting, state, model)) is not None
+        if (match := _match_group(share, number, saved, untrained, state, model)) is not None
     ]
     return LoadPlan(state, model, saved, tuple(groups), plan_reads(state, saved, model))
 
@@ -242,7 +242,7 @@ def _check_no_others(state: Loadable, model: WholeModel, names: Iterable[str]) -
 def _saved_names(manifest: Manifest, model: WholeModel) -> dict[str, str]:
     """The names in the checkpoint of those params of this rank, frozen ones included, that it
     knows."""
-    in_groups = (name for group in (*manifest.groups, *manifest.resting) for name in group.names)
+    in_groups = (name for group in (*manifest.groups, *manifest.untrained) for name in group.names)
     saved = {
         canonical: name
         for name, canonical in _canonical([*manifest.names, *in_groups], model).items()
@@ -352,7 +352,7 @@ def _match_group(
     share: Share,
     number: int,
     saved: Mapping[str, SavedParam],
-    resting: Mapping[str, GroupRecord],
+    untrained: Mapping[str, GroupRecord],
     state: Loadable,
     model: WholeModel,
 ) -> GroupMatch | None:
@@ -371,7 +371,9 @@ def _match_group(
         if not param.begins_anew
     }
     if not params:
-        records = {name: resting[name] for name in share.resting.get(number, ()) if name in resting}
+        records = {
+            name: untrained[name] for name in share.untrained.get(number, ()) if name in untrained
+        }
         if not records:
             return None
     first = next(iter(records), "")

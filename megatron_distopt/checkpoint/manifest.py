@@ -83,7 +83,7 @@ class Manifest:
     # bytes and CRC-32 of `.metadata`; None in old checkpoints
     metadata: tuple[int, int] | None = None
     # of params that never trained; their options count once they are unfrozen
-    resting: tuple[GroupRecord, ...] = ()
+    untrained: tuple[GroupRecord, ...] = ()
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -123,7 +123,7 @@ def join(parts: Sequence[Manifest]) -> Manifest:
             chunks.setdefault(key, []).extend(moved)
         files += part.files
     groups = join_groups(group for part in parts for group in part.groups)
-    resting = join_groups(group for part in parts for group in part.resting)
+    untrained = join_groups(group for part in parts for group in part.untrained)
     tensors = {key: replace(records[key], chunks=tuple(chunks[key])) for key in sorted(records)}
     for name in (name for group in groups for name in group.names):
         if key_of(MAIN, name) not in tensors:
@@ -131,5 +131,7 @@ def join(parts: Sequence[Manifest]) -> Manifest:
                 f"No rank has written param {name!r}, although one of the ranks that hold it "
                 "must. Report this as a bug."
             )
-    check_names_once((*groups, *resting), "the checkpoint that is being saved")
-    return replace(parts[0], files=tuple(files), tensors=tensors, groups=groups, resting=resting)
+    check_names_once((*groups, *untrained), "the checkpoint that is being saved")
+    return replace(
+        parts[0], files=tuple(files), tensors=tensors, groups=groups, untrained=untrained
+    )

@@ -59,18 +59,20 @@ def head_to_json(manifest: Manifest) -> dict[str, Any]:
         "loss_scale": dict(manifest.loss_scale),
         "num_skipped": manifest.num_skipped,
         "groups": [_group_to_json(group) for group in manifest.groups],
-        "resting": [_group_to_json(group) for group in manifest.resting],
+        "resting": [_group_to_json(group) for group in manifest.untrained],
     }
 
 
 def head_from_json(body: Mapping[str, Any]) -> Manifest:
     """The inverse of `head_to_json`; `check_groups` checks the values of the groups."""
-    groups, resting = (
+    groups, untrained = (
         tuple(map(_group_from_json, body.get(key, ()))) for key in ("groups", "resting")
     )
     scale = {str(key): float(value) for key, value in body["loss_scale"].items()}
     skipped, about = int(body["num_skipped"]), dict(body["about"])
-    return Manifest("", (), {}, groups, str(body["inner"]), scale, skipped, about, resting=resting)
+    return Manifest(
+        "", (), {}, groups, str(body["inner"]), scale, skipped, about, untrained=untrained
+    )
 
 
 def _group_to_json(group: GroupRecord) -> dict[str, Any]:
@@ -115,7 +117,7 @@ def _crc(body: object) -> int:
 def from_text(text: str, where: str) -> Manifest:
     """The inverse of `to_text`; `where` is the path of the file, for errors."""
     manifest, what = _parsed(text, where), f"manifest {where}"
-    check_groups((*manifest.groups, *manifest.resting), what)
+    check_groups((*manifest.groups, *manifest.untrained), what)
     check_counts(manifest.loss_scale, manifest.num_skipped, what)
     return manifest
 

@@ -37,7 +37,7 @@ from megatron_distopt.checkpoint.whole_model import (
     owned_tensors,
     saved_loss_scale,
 )
-from megatron_distopt.comm import Group, exchange_together, raise_together
+from megatron_distopt.comm import Group, all_gather_results, raise_together
 from megatron_distopt.errors import CheckpointError, DistOptError, RanksDisagreeError
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.inner_state import moments_of, state_of
@@ -50,7 +50,7 @@ _FREE_SPACE = "Free space there, or save elsewhere"
 
 
 @dataclass(frozen=True, eq=False)
-class Written:
+class TensorToWrite:
     """One tensor to write."""
 
     key: str
@@ -64,28 +64,28 @@ class Contribution:
     """What one rank writes."""
 
     head: Manifest  # without files, tensors and save id
-    tensors: Iterable[Written]  # in the order of the file; iterated once
+    tensors: Iterable[TensorToWrite]  # in the order of the file; iterated once
 
 
 def contribution_of(model: WholeModel) -> Contribution:
     """What this rank writes, as views of the live state: write or copy them before the next
     step."""
     pieces = (
-        Written(key, piece.placement.global_shape, piece.piece.in_global, tensor)
+        TensorToWrite(key, piece.placement.global_shape, piece.piece.in_global, tensor)
         for piece in owned_pieces(model)
         if piece.share.writes(piece.shard.name)
         for key, tensor in piece.tensors()
     )
     owned = (
-        Written(key, tuple(tensor.shape), Box.whole(tuple(tensor.shape)), tensor)
+        TensorToWrite(key, tuple(tensor.shape), Box.whole(tuple(tensor.shape)), tensor)
         for share in model.shares
         for key, tensor in owned_tensors(share)
     )
     tensors = (*pieces, *owned)
     first = model.shares[0].optimizer
     groups = join_groups(group for share in model.shares for group in _groups_of(share))
-    resting = join_groups(group for share in model.shares for group in _resting_of(share))
-    check_values((*groups, *resting), "the optimizer")
+    untrained = join_groups(group for share in model.shares for group in _untrained_of(share))
+    check_values((*groups, *untrained), "the optimizer")
     head = Manifest(
         save_id="",
         files=(),
@@ -95,7 +95,7 @@ def contribution_of(model: WholeModel) -> Contribution:
         loss_scale=saved_loss_scale(first.loss_scale),
         num_skipped=first.num_skipped,
         about={**model.about, "megatron_distopt": VERSION, "torch": torch.__version__},
-        resting=resting,
+        untrained=untrained,
     )
     check_counts(head.loss_scale, head.num_skipped, "the optimizer")
     return Contribution(head, tensors)
@@ -131,8 +131,8 @@ def _groups_of(share: Share) -> Iterator[GroupRecord]:
             yield GroupRecord(tuple(names), options, step, scalars, unsaved, given)
 
 
-def _resting_of(share: Share) -> Iterator[GroupRecord]:
-    for number, names in share.resting.items():
+def _untrained_of(share: Share) -> Iterator[GroupRecord]:
+    for number, names in share.untrained.items():
         options, unsaved = options_of(
             share.optimizer.inner.param_groups[number], not_options(share.optimizer)
         )
@@ -241,7 +241,7 @@ def begin(folder: Path, everyone: Group, prepare: Callable[[], object] = lambda:
         return new_save_id(), str(folder), str(folder.absolute())
 
     try:
-        save_ids, names, places = zip(*exchange_together(claim, everyone, "save"), strict=True)
+        save_ids, names, places = zip(*all_gather_results(claim, everyone, "save"), strict=True)
         if len(set(names)) > 1 and len(set(places)) > 1:
             other = next(rank for rank, name in enumerate(names) if name != names[0])
             raise RanksDisagreeError(

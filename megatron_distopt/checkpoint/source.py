@@ -92,7 +92,7 @@ def write_checkpoint(
 
     What the folder held before is replaced at the end.
     """
-    check_groups((*source.head.groups, *source.head.resting), "the optimizer state")
+    check_groups((*source.head.groups, *source.head.untrained), "the optimizer state")
     save_id, lock = new_save_id(), None
     try:
         disk.make_folder(folder)

@@ -95,7 +95,7 @@ class TensorWriter(disk.Writer):
     def write(self, data: bytes | memoryview) -> int:
         """Called by `torch.save`."""
         view = memoryview(data).cast("B")
-        self._settle(view)
+        self._add_large_part(view)
         for start in range(0, len(view), _PIECE_NBYTES):
             self._nbytes += super().write(view[start : start + _PIECE_NBYTES])
             if self._nbytes - self._begun_nbytes >= _PIECE_NBYTES:
@@ -107,7 +107,7 @@ class TensorWriter(disk.Writer):
             self._crc32 = zlib.crc32(view, self._crc32)
         return len(view)
 
-    def _settle(self, following: memoryview) -> None:
+    def _add_large_part(self, following: memoryview) -> None:
         """Adds a large part to the checksum, once the bytes after it are known, see [Note: one
         checksum]."""
         large, self._large = self._large, None

@@ -31,7 +31,7 @@ from megatron_distopt.checkpoint.gather_whole import Held, gather_whole
 from megatron_distopt.checkpoint.load_plan import MOMENTS_OF_ADAM, class_of, needed_moments
 from megatron_distopt.checkpoint.param_groups import LOSS_SCALE, Options, not_options, step_of
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, owned_pieces
-from megatron_distopt.comm import Group, exchange_together
+from megatron_distopt.comm import Group, all_gather_results
 from megatron_distopt.errors import AccessError, CheckpointError
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.averages import AVERAGE
@@ -623,7 +623,7 @@ def full_state_dict(params: TorchParams) -> dict[str, Any]:
                 held[key] = Held(tuple(value.shape), value.dtype, value.boxes)
         return held, once
 
-    by_rank = exchange_together(describe, params.data, "full_state_dict")
+    by_rank = all_gather_results(describe, params.data, "full_state_dict")
     full: dict[tuple[int, str], Any] = {}
     for _, once in reversed(by_rank):
         full |= once

@@ -72,7 +72,7 @@ class Share:
     writes: Callable[[str], bool] = lambda name: True
     #: Names in the whole model of params without state, by the number of the param group that they
     #: are in.
-    resting: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    untrained: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

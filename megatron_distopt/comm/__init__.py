@@ -4,15 +4,15 @@ from torch.distributed import ProcessGroup
 
 from megatron_distopt.comm.agree import (
     Field,
+    all_gather_objects,
+    all_gather_results,
     compare,
-    exchange,
-    exchange_together,
     raise_together,
     two_that_differ,
 )
 from megatron_distopt.comm.alive import LifeSigns
 from megatron_distopt.comm.collectives import (
-    AS_THEY_ARE,
+    PLAIN_SUM,
     Reduction,
     Tally,
     broadcast,
@@ -38,7 +38,7 @@ from megatron_distopt.comm.meeting import meet, meet_in_call, show_presence
 from megatron_distopt.comm.trial import try_collectives
 
 __all__ = [
-    "AS_THEY_ARE",
+    "PLAIN_SUM",
     "Communicator",
     "Field",
     "Group",
@@ -46,6 +46,8 @@ __all__ = [
     "ProcessGroup",
     "Reduction",
     "Tally",
+    "all_gather_objects",
+    "all_gather_results",
     "allow_shared_memory",
     "available_backends",
     "backend_of",
@@ -53,8 +55,6 @@ __all__ = [
     "compare",
     "default_backend",
     "described",
-    "exchange",
-    "exchange_together",
     "gather_params",
     "gather_to_first",
     "is_initialized",

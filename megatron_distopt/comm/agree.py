@@ -46,7 +46,7 @@ def two_that_differ(said: Sequence[Any]) -> tuple[int, int] | None:
     return None
 
 
-def exchange(value: T, group: Group) -> list[T]:
+def all_gather_objects(value: T, group: Group) -> list[T]:
     """Collective: returns every rank's value, by rank of the group.
 
     Raises:
@@ -79,11 +79,11 @@ def raise_together(check: Callable[[], T], group: Group, what: str = "start-up")
         RanksDisagreeError: another rank's, with its number and text.
     """
     values: list[T] = []  # of this rank: it may be anything, and the others do not need it
-    exchange_together(lambda: values.append(check()), group, what)
+    all_gather_results(lambda: values.append(check()), group, what)
     return values[0]
 
 
-def exchange_together(check: Callable[[], T], group: Group, what: str = "start-up") -> list[T]:
+def all_gather_results(check: Callable[[], T], group: Group, what: str = "start-up") -> list[T]:
     """Collective: returns what `check` returned on every rank, by rank of the group, if it passed
     on all of them.
 
@@ -95,7 +95,7 @@ def exchange_together(check: Callable[[], T], group: Group, what: str = "start-u
         record = "", check()
     except Exception as error:  # noqa: BLE001 - raised once the others know
         own, record = error, (str(error) or type(error).__name__, None)
-    records = exchange(record, group)
+    records = all_gather_objects(record, group)
     if own is not None:
         raise own
     for rank, (text, _) in enumerate(records):
@@ -115,7 +115,7 @@ def compare(fields: Sequence[Field], group: Group) -> None:
         RanksDisagreeError: on every rank, with the field, the first item that differs and the ranks
             in the minority.
     """
-    digests = exchange(
+    digests = all_gather_objects(
         [sha256("\x1f".join(field.items).encode()).hexdigest() for field in fields], group
     )
     for index, field in enumerate(fields):
@@ -124,7 +124,7 @@ def compare(fields: Sequence[Field], group: Group) -> None:
         if two is None:
             continue
         odd, usual = two
-        items = exchange(field.items, group)
+        items = all_gather_objects(field.items, group)
         pairs = enumerate(zip_longest(items[odd], items[usual], fillvalue="nothing"))
         number, (theirs, ours) = next(each for each in pairs if each[1][0] != each[1][1])
         odd_ranks = [rank for rank, digest in enumerate(column) if digest != column[usual]]

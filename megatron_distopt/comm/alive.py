@@ -22,7 +22,7 @@ from multiprocessing.util import Finalize
 
 import torch.distributed as dist
 
-from megatron_distopt.comm.agree import exchange_together
+from megatron_distopt.comm.agree import all_gather_results
 from megatron_distopt.comm.groups import Group, default_store
 
 if dist.is_available():
@@ -63,7 +63,7 @@ class LifeSigns:
         self._serves = self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._store = store  # torch's; held, because one that this process serves would end with it
         self._client: TCPStore | None = None
-        told = exchange_together(self._greeting, everyone, "set-up of protect_timeout")
+        told = all_gather_results(self._greeting, everyone, "set-up of protect_timeout")
         self._prefix = f"megatron_distopt/alive/{told[0][0]}"
         self._names = [
             f"rank {everyone.global_rank(rank)} on {node}" for rank, (_, node) in enumerate(told)

@@ -61,7 +61,7 @@ class Reduction:
 
 
 #: Grads are added up as they are.
-AS_THEY_ARE = Reduction()
+PLAIN_SUM = Reduction()
 
 
 def shares_memory(device: torch.device, group: Group) -> bool:
@@ -91,7 +91,7 @@ def check_debug_level(device: torch.device, group: Group, how: Reduction) -> Non
         )
 
 
-def described(device: torch.device, group: Group, how: Reduction = AS_THEY_ARE) -> str:
+def described(device: torch.device, group: Group, how: Reduction = PLAIN_SUM) -> str:
     """Describes how buckets on a device are communicated in a group; after the group's first
     collective."""
     backend, is_shared = backend_of(device, group), shares_memory(device, group)
@@ -111,7 +111,7 @@ def reduce_scatter(
     bucket: Tensor,
     shard: Tensor,
     group: Group,
-    how: Reduction = AS_THEY_ARE,
+    how: Reduction = PLAIN_SUM,
     *,
     overlapped: bool = False,
 ) -> Pending:
@@ -208,7 +208,7 @@ def coalesced(tensor: Tensor, group: Group) -> Iterator[None]:
         yield
 
 
-def reduce_grads(buffer: ShardedBuffer, group: Group, how: Reduction = AS_THEY_ARE) -> None:
+def reduce_grads(buffer: ShardedBuffer, group: Group, how: Reduction = PLAIN_SUM) -> None:
     """Collective: reduce-scatters every bucket of the grad buffer, in order.
 
     Unless `how` says otherwise the result is the *sum*. The average is taken where the gradient is

@@ -32,9 +32,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_distopt.buffers import CompactBuffer, ShardedBuffer
-from megatron_distopt.comm.agree import exchange
+from megatron_distopt.comm.agree import all_gather_objects
 from megatron_distopt.comm.collectives import (
-    AS_THEY_ARE,
+    PLAIN_SUM,
     Reduction,
     all_gather,
     gather_params,
@@ -122,7 +122,7 @@ class Launches:
         Args:
             wanted: all numbers in the order that this rank has seen; None where it has seen none.
         """
-        known = [each for each in exchange(wanted, self._group) if each is not None]
+        known = [each for each in all_gather_objects(wanted, self._group) if each is not None]
         if known:
             self.order, self.is_agreed = known[0], True
 
@@ -226,7 +226,7 @@ class Communicator:
     def __init__(
         self,
         group: Group,
-        how: Reduction = AS_THEY_ARE,
+        how: Reduction = PLAIN_SUM,
         *,
         overlap_grads: bool = False,
         overlap_params: bool = False,

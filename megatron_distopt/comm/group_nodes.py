@@ -17,10 +17,10 @@ from weakref import WeakKeyDictionary
 from torch.distributed import ProcessGroup
 
 from megatron_distopt.comm import shared_memory
-from megatron_distopt.comm.agree import exchange
+from megatron_distopt.comm.agree import all_gather_objects
 from megatron_distopt.comm.groups import Group
 from megatron_distopt.comm.pending import drain
-from megatron_distopt.comm.shared_memory import Lane, Segment
+from megatron_distopt.comm.shared_memory import NodeMemory, Segment
 
 #: The ranks of a group by node, in ascending order; nodes are in the order of their first ranks.
 Members = tuple[tuple[int, ...], ...]
@@ -36,7 +36,9 @@ class GroupNodes:
 
     members: Members  # empty where the nodes are unknown
     in_memory: Members  # by the memory that they share; a rank that shares none is alone
-    lane: Lane | None  # over the memory of this rank's node, where it has several ranks
+    node_memory: (
+        NodeMemory | None
+    )  # over the memory of this rank's node, where it has several ranks
 
 
 #: By group, and by whether this rank allowed shared memory.
@@ -86,13 +88,13 @@ def _find(group: Group, is_allowed: bool) -> GroupNodes:
     segments: dict[int, Segment] = {}
     try:
         about = os.getpid(), own, secret, shared_memory.network_namespace()
-        said = exchange((about, [os.environ.get(name, "") for name in _VARIABLES]), group)
+        said = all_gather_objects((about, [os.environ.get(name, "") for name in _VARIABLES]), group)
         for rank, (numbers, _) in enumerate(said):
             # The other ranks wait for an answer, so nothing may be raised; messages work in any
             # case.
             with suppress(Exception):
                 segments[rank] = shared_memory.segment_of(*numbers)
-        maps = exchange(tuple(segments), group)
+        maps = all_gather_objects(tuple(segments), group)
     finally:
         if own >= 0:
             os.close(own)
@@ -107,7 +109,7 @@ def _find(group: Group, is_allowed: bool) -> GroupNodes:
     if len(nodes[group.rank]) == 1:
         return GroupNodes(members, in_memory, None)
     mapped = {rank: segments[rank] for rank in nodes[group.rank]}
-    return GroupNodes(members, in_memory, Lane(mapped, group))
+    return GroupNodes(members, in_memory, NodeMemory(mapped, group))
 
 
 def _by_launcher(said: Sequence[Sequence[str]]) -> Members:

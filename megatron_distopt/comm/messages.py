@@ -21,7 +21,7 @@ _FIRST_TAG = 1 << 26
 
 
 @dataclass(frozen=True, eq=False)
-class Parcel:
+class Message:
     """A tensor and the rank of the group that it goes to or comes from."""
 
     rank: int  # of the group
@@ -29,13 +29,13 @@ class Parcel:
 
 
 def begin_travel(
-    outgoing: Sequence[Parcel],
-    incoming: Sequence[Parcel],
+    outgoing: Sequence[Message],
+    incoming: Sequence[Message],
     number: int,
     group: Group,
     and_then: Callable[[], None] | None = None,
 ) -> Pending:
-    """Begins to send and to receive; every parcel that leaves a rank must be expected by the other
+    """Begins to send and to receive; every message that leaves a rank must be expected by the other
     one.
 
     Args:
@@ -49,26 +49,26 @@ def begin_travel(
     Raises:
         RanksDisagreeError: a rank at the other end has ended before.
     """
-    ways: list[tuple[Any, Parcel]] = [(dist.irecv, parcel) for parcel in incoming]
-    ways += [(dist.isend, parcel) for parcel in outgoing]
+    ways: list[tuple[Any, Message]] = [(dist.irecv, message) for message in incoming]
+    ways += [(dist.isend, message) for message in outgoing]
     if not ways:
         return Pending((), and_then)
     if backend_of(ways[0][1].tensor.device, group) == _TAGGED_OVER:
         tag = _FIRST_TAG + number
-        return Pending([_begun(begin, parcel, tag, group) for begin, parcel in ways], and_then)
+        return Pending([_begun(begin, message, tag, group) for begin, message in ways], and_then)
     operations = [
-        dist.P2POp(begin, parcel.tensor, group.global_rank(parcel.rank), group.own_handle)
-        for begin, parcel in ways
+        dist.P2POp(begin, message.tensor, group.global_rank(message.rank), group.own_handle)
+        for begin, message in ways
     ]
     return Pending([work.wait for work in dist.batch_isend_irecv(operations)], and_then)
 
 
 def _begun(
-    begin: Callable[..., dist.Work | None], parcel: Parcel, tag: int, group: Group
+    begin: Callable[..., dist.Work | None], message: Message, tag: int, group: Group
 ) -> Callable[[], None]:
-    rank = group.global_rank(parcel.rank)
+    rank = group.global_rank(message.rank)
     with named_losses(rank):
-        work = begin(parcel.tensor, rank, group.handle, tag)
+        work = begin(message.tensor, rank, group.handle, tag)
     if work is None:  # torch's way to say that this process is not in the group
         raise InvariantError(
             "This rank is not in the process group that it communicates over. Report this as a bug."

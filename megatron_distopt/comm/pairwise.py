@@ -39,9 +39,9 @@ from torch import Tensor
 
 from megatron_distopt.comm.group_nodes import Members, alone, nodes_of
 from megatron_distopt.comm.groups import Group
-from megatron_distopt.comm.messages import Parcel, begin_travel
+from megatron_distopt.comm.messages import Message, begin_travel
 from megatron_distopt.comm.pending import Pending
-from megatron_distopt.comm.shared_memory import Lane, Received, chunks_of
+from megatron_distopt.comm.shared_memory import NodeMemory, Received, chunks_of
 from megatron_distopt.device import CPU, fence, keep_for_current_stream, new_stream, on_stream
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ def reduce_scatter(
     plan = plan_of(members, group.rank)
     shares = bucket.view(group.size, -1)
     if not plan.sources:  # all are on this node
-        _sum_in_memory(shares, plan, nodes.lane)
+        _sum_in_memory(shares, plan, nodes.node_memory)
         return
     num_sources = len(plan.sources)
     sent_dtype = dtype or bucket.dtype
@@ -93,7 +93,7 @@ def reduce_scatter(
     def begin_chunks() -> Iterator[Pending]:
         for number, chunk in enumerate(chunks, start=_FIRST_SUM):
             rows = shares[:, chunk]
-            _sum_in_memory(rows, plan, nodes.lane)
+            _sum_in_memory(rows, plan, nodes.node_memory)
             yield _begin_sum(rows, plan, sent_dtype, number, group)
 
     _wait_in_order(begin_chunks())
@@ -121,7 +121,7 @@ def all_gather(bucket: Tensor, group: Group, members: Members | None = None) -> 
     plan = plan_of(members or nodes.in_memory, group.rank)
     shares = bucket.view(group.size, -1)
     if not plan.sources:  # all are on this node
-        _gather_in_memory(shares, plan, nodes.lane)
+        _gather_in_memory(shares, plan, nodes.node_memory)
         return
     nbytes = _NBYTES_EACH if plan.others else bucket.nbytes
     chunks = chunks_of(shares.shape[1], bucket.itemsize, nbytes)
@@ -129,9 +129,9 @@ def all_gather(bucket: Tensor, group: Group, members: Members | None = None) -> 
     def begin_chunks() -> Iterator[Pending]:
         for number, chunk in enumerate(chunks, start=_FIRST_GATHER):
             rows = shares[:, chunk]
-            outgoing = [Parcel(rank, rows[plan.own]) for rank in plan.sources]
-            incoming = [Parcel(owner, rows[owner]) for owner in plan.owners]
-            and_then = partial(_gather_in_memory, rows, plan, nodes.lane)
+            outgoing = [Message(rank, rows[plan.own]) for rank in plan.sources]
+            incoming = [Message(owner, rows[owner]) for owner in plan.owners]
+            and_then = partial(_gather_in_memory, rows, plan, nodes.node_memory)
             yield begin_travel(outgoing, incoming, number, group, and_then)
 
     _wait_in_order(begin_chunks())
@@ -206,25 +206,25 @@ def _before(place: int, ring: Sequence[T]) -> list[T]:
 # --- inside a node
 
 
-def _sum_in_memory(shares: Tensor, plan: Plan, lane: Lane | None) -> None:
+def _sum_in_memory(shares: Tensor, plan: Plan, node_memory: NodeMemory | None) -> None:
     """Collective of a node: each rank has its sums in the shares that it leads."""
-    if lane is None or not plan.others:
+    if node_memory is None or not plan.others:
         return
-    for chunk, received in lane.hand_over(shares, plan.followed):
+    for chunk, received in node_memory.hand_over(shares, plan.followed):
         _add_up(shares[:, chunk], plan, received)
 
 
 def _sum_by_messages(shares: Tensor, plan: Plan, group: Group) -> None:
     """Collective of a node: does what `_sum_in_memory` does, by messages of the backend."""
-    outgoing: list[Parcel] = []
-    incoming: list[Parcel] = []
+    outgoing: list[Message] = []
+    incoming: list[Message] = []
     received: Received = {}
     for rank in plan.others:
         for share in plan.led[rank]:
-            outgoing.append(Parcel(rank, shares[share]))
+            outgoing.append(Message(rank, shares[share]))
         for share in plan.led[plan.own]:
             received[rank, share] = torch.empty_like(shares[share])
-            incoming.append(Parcel(rank, received[rank, share]))
+            incoming.append(Message(rank, received[rank, share]))
     begin_travel(outgoing, incoming, _FIRST_SUM, group).wait()
     _add_up(shares, plan, received)
 
@@ -236,11 +236,11 @@ def _add_up(shares: Tensor, plan: Plan, received: Received) -> None:
         _sum_into(shares[share], parts)
 
 
-def _gather_in_memory(shares: Tensor, plan: Plan, lane: Lane | None) -> None:
+def _gather_in_memory(shares: Tensor, plan: Plan, node_memory: NodeMemory | None) -> None:
     """Collective of a node: each rank has all shares, of which it had those that it leads."""
-    if lane is None or not plan.others:
+    if node_memory is None or not plan.others:
         return
-    for chunk, received in lane.hand_over(shares, plan.led):
+    for chunk, received in node_memory.hand_over(shares, plan.led):
         rows = shares[:, chunk]
         for (_, share), row in received.items():
             rows[share].copy_(row)
@@ -255,21 +255,21 @@ def _begin_sum(
     """Collective: begins to send the sums of this node to the owners, who add up those of all
     nodes; no two that are under way have the same number."""
     own = shares[plan.own]
-    outgoing: list[Parcel] = []
+    outgoing: list[Message] = []
     for owner in plan.owners:
         sums = shares[owner].to(dtype)
-        outgoing.append(Parcel(owner, sums))
-    incoming: list[Parcel] = []
+        outgoing.append(Message(owner, sums))
+    incoming: list[Message] = []
     for rank in plan.sources:
         others = torch.empty_like(own, dtype=dtype)
-        incoming.append(Parcel(rank, others))
+        incoming.append(Message(rank, others))
 
     @torch.no_grad()
     def add_up() -> None:
-        for parcel in (*outgoing, *incoming):
+        for message in (*outgoing, *incoming):
             # Allocated on the stream that began, which does not wait for the messages.
-            keep_for_current_stream(parcel.tensor)
-        parts = [parcel.tensor for parcel in incoming]
+            keep_for_current_stream(message.tensor)
+        parts = [message.tensor for message in incoming]
         _sum_into(own, parts)
 
     return begin_travel(outgoing, incoming, number, group, add_up)

@@ -75,7 +75,7 @@ class Segment:
 Received = dict[tuple[int, int], Tensor]
 
 
-class Lane:
+class NodeMemory:
     """The memory of the ranks of a node that are in one group, for their collectives, one after the
     other. It does not keep the group.
 

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_distopt.buffers import dtype_name
-from megatron_distopt.comm.agree import exchange
+from megatron_distopt.comm.agree import all_gather_objects
 from megatron_distopt.comm.collectives import (
     ALL_GATHER,
-    AS_THEY_ARE,
+    PLAIN_SUM,
     REDUCE_SCATTER,
     Reduction,
     all_gather,
@@ -28,7 +28,7 @@ from megatron_distopt.stand_ins import code_of
 def try_collectives(
     device: torch.device,
     group: Group,
-    how: Reduction = AS_THEY_ARE,
+    how: Reduction = PLAIN_SUM,
     *,
     dtypes: Iterable[torch.dtype] = (),
     sums: Iterable[torch.dtype] = (),
@@ -78,7 +78,7 @@ def _trials(
     """Collective: runs each trial, and yields the function's name, what it was given, its result
     and the expected one."""
     marks = [float(rank % 251) for rank in range(group.size)]  # which every dtype holds
-    yield "all_gather_object", "objects", exchange(marks[group.rank], group), marks
+    yield "all_gather_object", "objects", all_gather_objects(marks[group.rank], group), marks
     for dtype in dtypes:
         # Two ranks give to each shard, so that 16 bits hold the sum.
         numbers = torch.zeros(group.size, dtype=dtype, device=device)

@@ -27,7 +27,12 @@ from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.common import check_step, cut
 from megatron_distopt.formats.megatron_2023.file_state import Slices, check_all_written
 from megatron_distopt.formats.megatron_2023.gathered import write_head
-from megatron_distopt.formats.recognise import BESIDE_MODEL, FORK_FORMATS, Opened, open_with_files
+from megatron_distopt.formats.recognise import (
+    BESIDE_MODEL,
+    FORK_FORMATS,
+    OpenedCheckpoint,
+    open_with_files,
+)
 from megatron_distopt.formats.torch_files import write_torch_file
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.averages import AVERAGE
@@ -125,7 +130,7 @@ def convert(
 
 
 @torch.no_grad()
-def _without_averages(opened: Opened, src: Path, *, is_averaged: bool) -> Source:
+def _without_averages(opened: OpenedCheckpoint, src: Path, *, is_averaged: bool) -> Source:
     """The state without averages, or with averages as its main params and, rounded, as those of the
     model files."""
     source = opened.source
@@ -185,7 +190,12 @@ def _check_fits(source: Source, src: Path, to: str) -> None:
 
 
 def _write_iteration(
-    folder: Path, opened: Opened, src: Path, to: str, ranks: int, progress: Callable[[int], None]
+    folder: Path,
+    opened: OpenedCheckpoint,
+    src: Path,
+    to: str,
+    ranks: int,
+    progress: Callable[[int], None],
 ) -> None:
     if not opened.files:
         raise CheckpointError(

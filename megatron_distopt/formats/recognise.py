@@ -90,7 +90,7 @@ FORK_FORMATS = (
 
 
 @dataclass(frozen=True, eq=False)
-class Opened:
+class OpenedCheckpoint:
     """A checkpoint, with the model files of the same iteration, if any."""
 
     source: Source
@@ -123,7 +123,7 @@ def _ours_at(path: Path) -> Path | None:
     return next((each for each in (folder, folder / BESIDE_MODEL) if is_checkpoint(each)), None)
 
 
-def open_with_files(path: Path, resume_step: int | None) -> Opened:
+def open_with_files(path: Path, resume_step: int | None) -> OpenedCheckpoint:
     """`open_any`, with the model files that lie in the same iteration."""
     ours = _ours_at(path)
     opened = _of_others(path) if ours is None else _of_ours(ours)
@@ -131,27 +131,27 @@ def open_with_files(path: Path, resume_step: int | None) -> Opened:
     return replace(opened, source=replace(opened.source, head=head))
 
 
-def _of_ours(folder: Path) -> Opened:
+def _of_ours(folder: Path) -> OpenedCheckpoint:
     files = open_model_files(folder.parent) if folder.name == BESIDE_MODEL else ()
     entries = tuple(entries_in(file.state) for file in files)
-    return Opened(open_checkpoint(folder), "distopt", files, entries)
+    return OpenedCheckpoint(open_checkpoint(folder), "distopt", files, entries)
 
 
-def _of_others(path: Path) -> Opened:
+def _of_others(path: Path) -> OpenedCheckpoint:
     found = next((each for each in FORMATS if each.is_at(path)), None)
     if found is None:
         return _of_a_fork(path)
-    return Opened(found.open(path), found.name)
+    return OpenedCheckpoint(found.open(path), found.name)
 
 
-def _of_a_fork(path: Path) -> Opened:
+def _of_a_fork(path: Path) -> OpenedCheckpoint:
     files = open_model_files(path)
     for each in FORK_FORMATS:
         if files and each.is_of(files[0]):
             with understood(path, f"hold what a fork saves as {each.name}"):
                 parts = [each.read(file) for file in files]
                 entries = tuple(part.entries for part in parts)
-                return Opened(whole_of(parts, each.name), each.name, files, entries)
+                return OpenedCheckpoint(whole_of(parts, each.name), each.name, files, entries)
     if files:
         raise CheckpointError(
             f"Checkpoint {path} has no optimizer state in {files[0].path}. Save it without "

@@ -154,7 +154,7 @@ def open_torch_file(path: Path) -> Source:
         if strange is not None:
             raise TypeError(f"{strange} is not a tensor")
         head = head_from_json(state)
-    check_groups((*head.groups, *head.resting), f"file {path}")
+    check_groups((*head.groups, *head.untrained), f"file {path}")
     infos = {
         key: TensorRecord(tuple(tensor.shape), dtype_name(tensor.dtype))
         for key, tensor in tensors.items()

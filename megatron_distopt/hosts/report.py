@@ -98,8 +98,8 @@ def _describe_owners(optimizer: ShardedOptimizer) -> Iterator[str]:
 def sharded_over(device: torch.device, data: Group, how: Reduction) -> str:
     """Over how many ranks the optimizer is sharded, and how they communicate. Called after the
     first collective."""
-    carrier = f" by {described(device, data, how)}" if data.size > 1 else ""
-    return f"optimizer sharded over {data.size}{carrier}"
+    backend = f" by {described(device, data, how)}" if data.size > 1 else ""
+    return f"optimizer sharded over {data.size}{backend}"
 
 
 def _when_known(optimizer: ShardedOptimizer) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_distopt.buffers import SUPPORTED_DTYPES, dtype_name
-from megatron_distopt.comm import Field, Group, compare, exchange, raise_together
+from megatron_distopt.comm import Field, Group, all_gather_objects, compare, raise_together
 from megatron_distopt.comm.collectives import Reduction, check_debug_level
 from megatron_distopt.comm.group_nodes import allow_shared_memory
 from megatron_distopt.comm.trial import try_collectives
@@ -103,7 +103,9 @@ def begin_communication(
     for group in dict.fromkeys(groups):
         allow_shared_memory(group, config.shared_memory)
     # In the same order on all ranks, even if they hold different params.
-    known = sorted({dtype for each in exchange(list(dtypes), everyone) for dtype in each}, key=str)
+    known = sorted(
+        {dtype for each in all_gather_objects(list(dtypes), everyone) for dtype in each}, key=str
+    )
     raise_together(lambda: try_collectives(device, groups[0], how, dtypes=known), everyone)
     if config.overlap_grad_reduce or config.overlap_param_gather:
         raise_together(lambda: check_debug_level(device, groups[0], how), everyone)
@@ -158,7 +160,11 @@ def compare_ranks(
     allows groups without trained params.
     """
     everyone = plan.stats_group()
-    counts = [] if may_be_empty else exchange([len(group.names) for group in plan.groups], everyone)
+    counts = (
+        []
+        if may_be_empty
+        else all_gather_objects([len(group.names) for group in plan.groups], everyone)
+    )
     # A rank that has no group at all counts as one with empty groups.
     for index, column in enumerate(zip_longest(*counts, fillvalue=0)):
         if not any(column):

@@ -105,11 +105,11 @@ class DeferredCheck:
             act(told.values)
 
     def report_unless_settled(self) -> None:
-        """Logs an error if something was not finite, unless `settled` is called before this object
+        """Logs an error if something was not finite, unless `close` is called before this object
         is freed or the process ends."""
         self._report = finalize(self, _report_nonfinite, self._copy, self._plans)
 
-    def settled(self) -> None:
+    def close(self) -> None:
         """Notes that the check was finished, or that its state was replaced."""
         if self._report is not None:
             self._report.detach()

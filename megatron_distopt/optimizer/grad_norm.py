@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_distopt.comm import Group, exchange, sum_over
+from megatron_distopt.comm import Group, all_gather_objects, sum_over
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import NonFiniteGradError
 from megatron_distopt.optimizer.accelerator import stats_dtype
@@ -170,7 +170,7 @@ def report_nonfinite(
     Raises:
         NonFiniteGradError: on all ranks, if `raises`.
     """
-    found = enumerate(exchange(names, group))
+    found = enumerate(all_gather_objects(names, group))
     places = [f"rank {group.global_rank(rank)}: {_some(each)}" for rank, each in found if each]
     where = _some(places, separator="; ") + when
     if reduce_dtype == "float16":

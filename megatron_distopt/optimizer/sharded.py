@@ -217,7 +217,7 @@ class ShardedOptimizer:
     def forget_deferred_check(self) -> None:
         """Drops an open check, before a load replaces its state."""
         if self.deferred_check is not None:
-            self.deferred_check.settled()
+            self.deferred_check.close()
         self.deferred_check = None
 
     def leave_out(self, names: Collection[str]) -> MainGrads:

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_distopt.checkpoint.tensor_file import bits_of
-from megatron_distopt.comm import Group, exchange
+from megatron_distopt.comm import Group, all_gather_objects
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import HostError, UnknownHostError
 from megatron_distopt.hosts.megatron.naming import names_by_param
@@ -163,7 +163,7 @@ class _StepRecorder:
         self._file.write(json.dumps(measured) + "\n")
         self._num_left -= 1
         if not self._num_left:
-            exchange(None, Group.of())  # no rank exits while another still waits for it
+            all_gather_objects(None, Group.of())  # no rank exits while another still waits for it
             raise SystemExit(0)
         return result
 

@@ -14,7 +14,7 @@ from megatron_distopt.checkpoint.background import BackgroundSaver
 from megatron_distopt.checkpoint.protect.nodes import folder_of
 from megatron_distopt.checkpoint.protect.protection import Protection
 from megatron_distopt.checkpoint.protect.restart import Resumed
-from megatron_distopt.comm import Group, exchange, raise_together
+from megatron_distopt.comm import Group, all_gather_objects, raise_together
 from megatron_distopt.errors import CheckpointError, ConfigError
 from megatron_distopt.optimizer.inner_state import count_updates
 from megatron_distopt.optimizer.step import finish_deferred_check
@@ -197,7 +197,7 @@ class Session:
     def _num_updates(self) -> int:
         """Collective: the number of updates of the params that were updated most often."""
         counts = [count_updates(sharded.inner) or 0 for sharded in self.host.optimizers]
-        return max(exchange(max(counts), self.everyone))
+        return max(all_gather_objects(max(counts), self.everyone))
 
     def refuse_change(self, step: int, found: str, was: str) -> None:
         """Refuses a snapshot after which the checkpoints on disk were changed by hand, unless

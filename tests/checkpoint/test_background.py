@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_distopt.checkpoint import background, disk, is_checkpoint, save
 from megatron_distopt.checkpoint.background import BackgroundSaver, Staging, room_for
 from megatron_distopt.checkpoint.folder import file_of
-from megatron_distopt.checkpoint.save import Written
+from megatron_distopt.checkpoint.save import TensorToWrite
 from megatron_distopt.checkpoint.whole_model import WholeModel
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError
@@ -41,9 +41,9 @@ A_MOMENT = 0.1
 SECONDS = 20.0
 
 
-def _written(*tensors: Tensor) -> list[Written]:
+def _written(*tensors: Tensor) -> list[TensorToWrite]:
     return [
-        Written(f"main/{number}", tuple(tensor.shape), Box.whole(tensor.shape), tensor)
+        TensorToWrite(f"main/{number}", tuple(tensor.shape), Box.whole(tensor.shape), tensor)
         for number, tensor in enumerate(tensors)
     ]
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from megatron_distopt.comm import (
     Field,
     Group,
+    all_gather_objects,
     backend_of,
     compare,
-    exchange,
     meet,
     raise_together,
     show_presence,
@@ -42,7 +42,7 @@ def _foreign(rank: int, everyone: Group, record: object) -> Raised:
     if rank == 1:
         dist.all_gather_object([None] * SIZE, record)
         return NOTHING
-    return raised(lambda: exchange(rank, everyone))
+    return raised(lambda: all_gather_objects(rank, everyone))
 
 
 def _together(everyone: Group, errors: dict[int, Exception]) -> Raised:
@@ -63,7 +63,7 @@ def _compare(everyone: Group, *fields: tuple[str, ...]) -> Raised:
 def _agree(rank: int, everyone: Group) -> dict[str, Any]:
     odd = rank == 1
     return {
-        "exchanged": exchange(("value", rank), everyone),
+        "exchanged": all_gather_objects(("value", rank), everyone),
         "foreign text": _foreign(rank, everyone, "somebody else's"),
         "foreign none": _foreign(rank, everyone, None),
         "all pass": raise_together(lambda: rank, everyone),
@@ -78,7 +78,7 @@ def _agree(rank: int, everyone: Group) -> dict[str, Any]:
         "all differ": _compare(everyone, (f"of {rank}",)),
         "two fields": _compare(everyone, ("x" if rank == 2 else "a",), ("y" if odd else "a",)),
         "one item with a comma or two": _compare(everyone, ("a,b",) if odd else ("a", "b")),
-        "after all of it": exchange(rank, everyone),
+        "after all of it": all_gather_objects(rank, everyone),
     }
 
 
@@ -165,7 +165,7 @@ def _remake() -> dict[str, Any]:
         for _ in range(2):
             group = Group.of(wrapped)
             found["remade"].append(
-                (backend_of(torch.device("cpu"), group), exchange(group.rank, group))
+                (backend_of(torch.device("cpu"), group), all_gather_objects(group.rank, group))
             )
             dist.destroy_process_group(wrapped.group)
             wrapped.group = None
@@ -180,7 +180,7 @@ def collect_facts(rank: int, size: int) -> dict[str, Any]:
         **_agree(rank, everyone),
         **(_remake() if REMAKES else {}),
         "alone": (
-            exchange("mine", alone),
+            all_gather_objects("mine", alone),
             _together(alone, {0: ValueError("own")}),
             _compare(alone, (f"of {rank}",)),
         ),

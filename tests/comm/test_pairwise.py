@@ -227,12 +227,12 @@ def _raced(rank: int) -> list[bool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_memory, "SHARED_NBYTES", 64)
         group = Group.of(dist.new_group())
-        lane, right = group_nodes.nodes_of(group).lane, []
-        assert lane is not None
-        wait_for = lane._wait_for
+        node_memory, right = group_nodes.nodes_of(group).node_memory, []
+        assert node_memory is not None
+        wait_for = node_memory._wait_for
         for number in range(6):
             late = number % RANKS == rank
-            patch.setattr(lane, "_wait_for", partial(_wait_late, wait_for, late * 2e-3))
+            patch.setattr(node_memory, "_wait_for", partial(_wait_late, wait_for, late * 2e-3))
             time.sleep(late * 5e-3)
             right.append(
                 _reduced(group, MEMBERS[RANKS], 16, torch.float32, pairwise.reduce_scatter)

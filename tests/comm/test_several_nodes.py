@@ -120,7 +120,7 @@ def _bytes(group: Group, rank: int) -> dict[str, float]:
         def counted(
             outgoing: Any, *args: Any, sent: list[int] = sent, original: Any = original
         ) -> Any:
-            sent[0] += sum(parcel.tensor.nbytes for parcel in outgoing)
+            sent[0] += sum(message.tensor.nbytes for message in outgoing)
             return original(outgoing, *args)
 
         with pytest.MonkeyPatch.context() as patch:

@@ -230,7 +230,7 @@ def test_options_when_some_change_in_place_then_only_those_cost_a_new_checksum()
         ):
             for act in (write, lambda: None):
                 act()
-                options.exchange()
+                options.sync()
                 seen.append(options.checksum(0, 2**20))
                 marks.append(made.call_count)
     assert marks == [1, 1, 2, 2, 3, 3, 4, 4] and len({*seen}) == 4

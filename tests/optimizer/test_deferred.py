@@ -342,7 +342,7 @@ def test_last_step_when_nothing_follows_then_an_error_is_logged_where_it_was_bad
     )
     deferred.report_unless_settled()
     if is_settled:
-        deferred.settled()
+        deferred.close()
     assert not caplog.messages
     del deferred
     assert ["inf or nan on other ranks" in message for message in caplog.messages] == [

@@ -22,7 +22,7 @@ from megatron_distopt.optimizer.main_params import (
     build_flat_params,
     main_grads,
 )
-from megatron_distopt.optimizer.owners import exchange
+from megatron_distopt.optimizer.owners import update_on_owners
 from megatron_distopt.optimizer.owners.sharded_muon import Matrices, ShardedMuon
 from tests.optimizer.test_muon import matrices_in, trained, values
 from tests.support.facts import Facts, facts_of
@@ -129,16 +129,16 @@ def train(case: Case, group: Group) -> tuple[dict[str, Tensor], int, int]:
     optimizer.hold([buffer], flats, groups)
     (plan,) = optimizer.owners
     sent = 0
-    begin = exchange.begin_travel
+    begin = update_on_owners.begin_travel
 
     def counted(outgoing: Any, *rest: Any) -> Any:
         nonlocal sent
-        sent += sum(parcel.tensor.nbytes for parcel in outgoing)
+        sent += sum(message.tensor.nbytes for message in outgoing)
         return begin(outgoing, *rest)
 
     messages_over = "none" if case.by_backend else messages._TAGGED_OVER
     with (
-        mock.patch.object(exchange, "begin_travel", counted),
+        mock.patch.object(update_on_owners, "begin_travel", counted),
         mock.patch.object(messages, "_TAGGED_OVER", messages_over),
     ):
         for step in range(1, 1 + NUM_STEPS):

@@ -146,7 +146,7 @@ def test_remainder_when_others_write_to_it_then_the_param_stays_until_the_next_s
     )
     kept = main.stored
     assert isinstance(kept, RemainderValues)
-    kept.settle()
+    kept.flush()
     assert torch.equal(model[100:200], values[100:200].bfloat16())
     assert torch.equal(main[100:200].clone(), values[100:200])
     assert sum(part.nbytes for part in memory_of(main)) == 2 * NUMEL

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megatron_distopt.comm import Group, exchange
+from megatron_distopt.comm import Group, all_gather_objects
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import memory_of
 from tests.support.cases import Case
 from tests.support.exact_core import variables
@@ -198,8 +198,8 @@ def _move(optimizer: Any, device: str, *, by_data: bool, saves: bool) -> None:
         }
     with tempfile.TemporaryDirectory() as own:
         if saves:
-            optimizer.save(exchange(own, Group.of())[0])
-            exchange(None, Group.of())  # the first rank may remove it
+            optimizer.save(all_gather_objects(own, Group.of())[0])
+            all_gather_objects(None, Group.of())  # the first rank may remove it
     moves[1]()
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint.manifest import kind_of
 from megatron_distopt.checkpoint.whole_model import WholeModel, owned_pieces
-from megatron_distopt.comm import Group, exchange
+from megatron_distopt.comm import Group, all_gather_objects
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.inner_state import count_updates
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
@@ -127,7 +127,7 @@ def _count_steps(model: WholeModel, group: Group) -> int:
     """Collective: updated and skipped ones."""
     optimizers = [share.optimizer for share in model.shares]
     counts = [(count_updates(each.inner) or 0) + each.num_skipped for each in optimizers]
-    return max(exchange(max(counts), group))
+    return max(all_gather_objects(max(counts), group))
 
 
 def _checksums(model: WholeModel, group: Group, *, of_grads: bool) -> dict[Key, str]:
@@ -143,7 +143,7 @@ def _checksums(model: WholeModel, group: Group, *, of_grads: bool) -> dict[Key, 
         for kind, tensor in tensors.items():
             boxes.append(((kind, name), owned.piece.in_global, as_plain(tensor).cpu().clone()))
     of_key: dict[Key, list[tuple[Box, Tensor]]] = {}
-    for of_rank in exchange(boxes, group):
+    for of_rank in all_gather_objects(boxes, group):
         for key, box, tensor in of_rank:
             of_key.setdefault(key, []).append((box, tensor))
     return {key: _checksum(parts) for key, parts in sorted(of_key.items())}

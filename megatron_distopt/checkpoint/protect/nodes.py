@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_distopt.checkpoint import disk
-from megatron_distopt.comm import Group, exchange, exchange_together, raise_together
+from megatron_distopt.comm import Group, all_gather_objects, all_gather_results, raise_together
 from megatron_distopt.errors import CheckpointError, ConfigError
 
 _MEMORY = Path("/dev/shm")
@@ -71,7 +71,7 @@ class Nodes:
 
 def find_nodes(folder: Path, everyone: Group) -> Nodes:
     """Collective: which ranks see the same folder, which is made where it is missing."""
-    found = exchange_together(
+    found = all_gather_results(
         lambda: (_id_of(folder), secrets.token_hex(8)), everyone, "set-up of protect_folder"
     )
     ids, names = zip(*found, strict=True)
@@ -157,7 +157,7 @@ def check_space(folder: Path, nbytes: int, nodes: Nodes) -> None:
 
     `nbytes` has a snapshot of this rank.
     """
-    of_rank = exchange(nbytes, nodes.group)
+    of_rank = all_gather_objects(nbytes, nodes.group)
     kept = [*nodes.own, *(other for rank in nodes.own for other in nodes.protected_by(rank))]
     needed = 2 * sum(of_rank[rank] for rank in kept)
 

@@ -41,10 +41,15 @@ from megatron_distopt.checkpoint.protect.snapshots import (
     note_end,
     packed,
 )
-from megatron_distopt.checkpoint.protect.transfer import Lines, receive_copy, send_copy
-from megatron_distopt.checkpoint.save import Contribution, Written, contribution_of, write_tensors
+from megatron_distopt.checkpoint.protect.transfer import Connections, receive_copy, send_copy
+from megatron_distopt.checkpoint.save import (
+    Contribution,
+    TensorToWrite,
+    contribution_of,
+    write_tensors,
+)
 from megatron_distopt.checkpoint.whole_model import WholeModel
-from megatron_distopt.comm import Group, exchange, meet_in_call, raise_together
+from megatron_distopt.comm import Group, all_gather_objects, meet_in_call, raise_together
 from megatron_distopt.comm.alive import LifeSigns, begin_thread, ended_by
 from megatron_distopt.device import fence, mark, new_stream, on_stream
 from megatron_distopt.errors import CheckpointError, ConfigError, RanksDisagreeError
@@ -77,7 +82,7 @@ class Protection:
         whole: what this rank holds.
         everyone: all ranks of the model.
         device: of the params.
-        settle: brings the state up to date before it is read.
+        prepare_snapshot: brings the state up to date before it is read.
         timeout: seconds after which a rank without a sign of life counts as lost.
 
     Raises:
@@ -91,15 +96,15 @@ class Protection:
         whole: Callable[[], WholeModel],
         everyone: Group,
         device: torch.device,
-        settle: Callable[[], None],
+        prepare_snapshot: Callable[[], None],
         timeout: float,
     ) -> None:
         self._every, self.folder, self._whole, self._everyone = every, folder, whole, everyone
-        self._device, self._settle = device, settle
+        self._device, self._prepare_snapshot = device, prepare_snapshot
         self.nodes = find_nodes(folder, everyone)
         self._lock = lock(folder, self.nodes)
         check_space(folder, _expected_nbytes(whole()), self.nodes)
-        self._lines, self._has_space = Lines(self.nodes), False
+        self._connections, self._has_space = Connections(self.nodes), False
         self._staging: Staging | None = None
         self._stream = new_stream(device)
         # makes training wait for the copy of its state
@@ -179,7 +184,9 @@ class Protection:
         last = self._copying
         runs = last is not None and any(thread.is_alive() for thread in last.threads)
         said = step, runs, last is not None and last.has_failed, new_save_id()
-        steps, run, have_failed, save_ids = zip(*exchange(said, self._everyone), strict=True)
+        steps, run, have_failed, save_ids = zip(
+            *all_gather_objects(said, self._everyone), strict=True
+        )
         if len(set(steps)) > 1:
             raise RanksDisagreeError(
                 f"protect was given step {min(steps)} on one rank and step {max(steps)} on "
@@ -197,13 +204,13 @@ class Protection:
 
     def _begin(self, snapshot: Snapshot, state: Callable[[], Any]) -> None:
         """Collective: copies the state and lets threads write, send and receive."""
-        self._settle()
+        self._prepare_snapshot()
         contribution, staging = raise_together(
             lambda: self._contribution(snapshot, state), self._everyone, "protect"
         )
         if not self._has_space:
             check_space(self.folder, room_for(list(contribution.tensors)), self.nodes)
-            self._lines.connect_buddies()
+            self._connections.connect_buddies()
             self._has_space = True
         if self.nodes.is_first:
             keep_only(self.folder, [each for each in (self._kept, snapshot) if each is not None])
@@ -224,7 +231,7 @@ class Protection:
         snapshot.folder(self.folder).mkdir(exist_ok=True)
         contribution, tensor = contribution_of(self._whole()), packed(state)
         shape = tuple(tensor.shape)
-        training = Written(key_of_state(self._everyone.rank), shape, Box.whole(shape), tensor)
+        training = TensorToWrite(key_of_state(self._everyone.rank), shape, Box.whole(shape), tensor)
         form, size = form_of(self._whole()), self._everyone.size
         about = {**contribution.head.about, NUM_RANKS: size, FORM: form}
         tensors = [*contribution.tensors, training]
@@ -245,7 +252,7 @@ class Protection:
             copies = staging.begin_copy(tensors)
             copied, ready = fence(self._device), mark(self._device)
 
-        def wait(kept: Sequence[Written] = tensors) -> None:
+        def wait(kept: Sequence[TensorToWrite] = tensors) -> None:
             copied()
             del kept  # what was made for the copy alone must not be used for something else before
 
@@ -275,16 +282,16 @@ class Protection:
             part = write_tensors(path, copy, snapshot.save_id)
         except CheckpointError:
             if buddy is not None:  # waits for this copy
-                send_copy(self._lines.to(buddy), path, None)
+                send_copy(self._connections.to(buddy), path, None)
             raise
-        is_there = buddy is None or send_copy(self._lines.to(buddy), path, part)
+        is_there = buddy is None or send_copy(self._connections.to(buddy), path, part)
         if is_there:
             snapshot.commit(self.folder, rank, part)
         return is_there
 
     def _receive(self, snapshot: Snapshot) -> bool:
         for rank in self.nodes.protected_by(self._everyone.rank):
-            receive_copy(self._lines.to(rank), snapshot, self.folder, rank)
+            receive_copy(self._connections.to(rank), snapshot, self.folder, rank)
         return True
 
     def finish(self) -> None:
@@ -343,7 +350,7 @@ class Protection:
         if unwatched := self._life.start():
             self._say("%s", unwatched)
         self._life.is_paused = False
-        found = restore(self.folder, self._lines, self._whole, newer_than, prepare)
+        found = restore(self.folder, self._connections, self._whole, newer_than, prepare)
         # until the first border: a host that builds its data set may stand still for long
         self._life.is_paused = True
         self._kept = found[0] if found is not None else None

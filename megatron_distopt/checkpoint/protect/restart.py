@@ -33,10 +33,10 @@ from megatron_distopt.checkpoint.protect.snapshots import (
     key_of_state,
     unpacked,
 )
-from megatron_distopt.checkpoint.protect.transfer import Lines, receive_copy, send_copy
+from megatron_distopt.checkpoint.protect.transfer import Connections, receive_copy, send_copy
 from megatron_distopt.checkpoint.source import read_saved
 from megatron_distopt.checkpoint.whole_model import WholeModel
-from megatron_distopt.comm import exchange, exchange_together, raise_together
+from megatron_distopt.comm import all_gather_objects, all_gather_results, raise_together
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box
 
@@ -82,7 +82,7 @@ class Copies:
 
 def restore(
     base: Path,
-    lines: Lines,
+    lines: Connections,
     whole: Callable[[], WholeModel],
     newer_than: int,
     prepare: Callable[[Manifest], None],
@@ -95,7 +95,7 @@ def restore(
     start, nodes = time.monotonic(), lines.nodes
     here = held(base)
     end_here = [path.read_text(encoding="utf-8") for path in base.glob(ENDED)]
-    listings, ends = zip(*exchange((list(here), end_here), nodes.group), strict=True)
+    listings, ends = zip(*all_gather_objects((list(here), end_here), nodes.group), strict=True)
     ended = list(chain(*ends))[:1]  # how the run before ended, as a node says it
     found = sorted({snapshot for listing in listings for snapshot in listing}, reverse=True)
     passed_over = [
@@ -164,7 +164,9 @@ def _whole_copies(base: Path, snapshot: Snapshot, here: Sequence[int], nodes: No
         except CheckpointError as error:
             damages.append(str(error))
     copies = Copies(snapshot, {}, {}, [])
-    for reader, (of_reader, damages_there) in enumerate(exchange((good, damages), nodes.group)):
+    for reader, (of_reader, damages_there) in enumerate(
+        all_gather_objects((good, damages), nodes.group)
+    ):
         copies.damages.extend(damages_there)
         for rank, part in of_reader.items():
             copies.nodes_of.setdefault(rank, []).append(nodes.numbers[reader])
@@ -172,7 +174,7 @@ def _whole_copies(base: Path, snapshot: Snapshot, here: Sequence[int], nodes: No
     return copies
 
 
-def _bring(base: Path, copies: Copies, plan: LoadPlan, state: str, lines: Lines) -> int:
+def _bring(base: Path, copies: Copies, plan: LoadPlan, state: str, lines: Connections) -> int:
     """Collective: brings the files that a node needs and lacks there; returns how many they are.
 
     `state` is the key of the training state that this rank reads.
@@ -188,7 +190,7 @@ def _bring(base: Path, copies: Copies, plan: LoadPlan, state: str, lines: Lines)
         read_whole = {chunk.file for key in keys for chunk in tensors[key].chunks}
         return read_whole.union(read.chunk.file for read in plan.reads)
 
-    moves = _moves(copies, exchange_together(needed, group, "resume"), lines.nodes)
+    moves = _moves(copies, all_gather_results(needed, group, "resume"), lines.nodes)
     raise_together(lambda: _move(base, copies, moves, lines), group, "resume")
     return len(moves)
 
@@ -217,7 +219,7 @@ def _moves(copies: Copies, wanted: Sequence[Iterable[int]], nodes: Nodes) -> lis
     return sorted(moves)
 
 
-def _move(base: Path, copies: Copies, moves: Sequence[_Move], lines: Lines) -> None:
+def _move(base: Path, copies: Copies, moves: Sequence[_Move], lines: Connections) -> None:
     """Sends and receives in one order on all ranks, so that nobody waits for one that waits for
     it."""
     own = lines.nodes.group.rank

@@ -33,21 +33,21 @@ _COPY, _ANSWER = 0, 1
 _TIMEOUT = timedelta(minutes=10)
 
 
-class Lines:
+class Connections:
     """The connections of this rank, each made once, when it is asked for; ranks ask for several in
     one order."""
 
     def __init__(self, nodes: Nodes) -> None:
         self.nodes = nodes
-        self._lines: dict[int, Line] = {}
+        self._connections: dict[int, Connection] = {}
 
-    def to(self, other: int) -> Line:
+    def to(self, other: int) -> Connection:
         """Collective of the two, the first time."""
-        if other not in self._lines:
-            self._lines[other] = Line(
+        if other not in self._connections:
+            self._connections[other] = Connection(
                 self.nodes.group, other, f"megatron_distopt/{self.nodes.name}"
             )
-        return self._lines[other]
+        return self._connections[other]
 
     def connect_buddies(self) -> None:
         """Collective: makes those to the buddy and to the ranks that this one is the buddy of."""
@@ -60,7 +60,7 @@ class Lines:
             self.to(other)
 
 
-class Line:
+class Connection:
     """A connection to another rank, a gloo group of two."""
 
     def __init__(self, everyone: Group, other: int, name: str) -> None:
@@ -88,50 +88,50 @@ class Line:
         return int(self.receive(torch.zeros(1, dtype=torch.int64), tag).item())
 
 
-def send_copy(line: Line, path: Path, part: Manifest | None) -> bool:
+def send_copy(connection: Connection, path: Path, part: Manifest | None) -> bool:
     """Sends a rank's file and its manifest, or that there is none; returns whether the other rank
     has the copy now."""
     text = b"" if part is None else to_text(part).encode()
-    line.send_number(len(text))
+    connection.send_number(len(text))
     if part is None:
         return False
-    line.send(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    if not line.receive_number(_ANSWER):
+    connection.send(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    if not connection.receive_number(_ANSWER):
         return False
     content = torch.from_file(str(path), size=part.files[0].nbytes, dtype=torch.uint8)
     for start in range(0, content.numel(), _PIECE_NBYTES):
-        line.send(content[start : start + _PIECE_NBYTES])
-    return line.receive_number(_ANSWER) != 0
+        connection.send(content[start : start + _PIECE_NBYTES])
+    return connection.receive_number(_ANSWER) != 0
 
 
-def receive_copy(line: Line, snapshot: Snapshot, base: Path, rank: int) -> None:
+def receive_copy(connection: Connection, snapshot: Snapshot, base: Path, rank: int) -> None:
     """Receives the copy of a rank into memory and says so; does nothing where there is none.
 
     Raises:
         CheckpointError: there is no room for it, or it has changed on its way; the other rank
             knows.
     """
-    length = line.receive_number()
+    length = connection.receive_number()
     if not length:
         return
-    text = line.receive(torch.empty(length, dtype=torch.uint8))
+    text = connection.receive(torch.empty(length, dtype=torch.uint8))
     part = from_text(bytes(text.numpy()).decode(), f"of rank {rank}")
     path, record = snapshot.file(base, rank), part.files[0]
     try:
         content = _room(path, record.nbytes)
-        line.send_number(1, _ANSWER)
+        connection.send_number(1, _ANSWER)
         for start in range(0, content.numel(), _PIECE_NBYTES):
-            line.receive(content[start : start + _PIECE_NBYTES])
+            connection.receive(content[start : start + _PIECE_NBYTES])
         if zlib.crc32(content.numpy().data) != record.crc32:
             raise OSError("the bytes that arrived are not those that were sent")
         snapshot.commit(base, rank, part)
     except OSError as error:
-        line.send_number(0, _ANSWER)
+        connection.send_number(0, _ANSWER)
         raise CheckpointError(
             f"Snapshot {path} of rank {rank} was not received: {error}. It needs {record.nbytes} "
             "bytes. Free space there."
         ) from error
-    line.send_number(1, _ANSWER)
+    connection.send_number(1, _ANSWER)
 
 
 def _room(path: Path, nbytes: int) -> Tensor:

@@ -33,7 +33,7 @@ from torch.nn import Module, Parameter
 
 from megatron_distopt.checkpoint.protect.restart import Resumed
 from megatron_distopt.checkpoint.whole_model import untrained_tensors
-from megatron_distopt.comm import Group, exchange, raise_together
+from megatron_distopt.comm import Group, all_gather_objects, raise_together
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import CheckpointError, ConfigError, HostError, HostMismatchError
 from megatron_distopt.formats.recognise import TRACKER
@@ -260,7 +260,7 @@ class ScriptRun:
     def prepare_snapshot(self) -> None:
         """Collective: before a snapshot."""
         raise_together(self._check_others, Group.of(), "protect")
-        self._random = exchange(random_states(self._device), _one_copy())
+        self._random = all_gather_objects(random_states(self._device), _one_copy())
 
     def _check_others(self) -> None:
         """Refuses a model of which training changes tensors other than the updated params."""

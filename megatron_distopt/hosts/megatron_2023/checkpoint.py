@@ -18,7 +18,7 @@ from megatron import get_args
 from megatron_distopt.checkpoint import is_checkpoint, load_checkpoint
 from megatron_distopt.checkpoint.folder import not_found, optimizer_folder_of, remove_checkpoint
 from megatron_distopt.checkpoint.whole_model import load_loss_scale
-from megatron_distopt.comm import exchange, raise_together
+from megatron_distopt.comm import all_gather_objects, raise_together
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.common import the_step
 from megatron_distopt.formats.megatron_2023.plain import is_plain
@@ -88,7 +88,7 @@ class ForkCheckpoints:
         raise_together(self._fork.check_weights, self._everyone, "save")
         self._session.forget_newest()
         # each rank is given another file name; the first one's counts
-        folder = exchange(optimizer_folder_of(filename), self._everyone)[0]
+        folder = all_gather_objects(optimizer_folder_of(filename), self._everyone)[0]
         if self._fork.sharded.config.checkpoint_format != "gathered":
             self._session.write(folder)
             return
@@ -109,7 +109,7 @@ class ForkCheckpoints:
         self._session.begin_load()
         folder = optimizer_folder_of(filename)
         found = (folder, is_checkpoint(folder), Path(filename).exists())
-        folder, has_folder, has_file = exchange(found, self._everyone)[0]
+        folder, has_folder, has_file = all_gather_objects(found, self._everyone)[0]
         try:
             if has_folder:
                 load_checkpoint(folder, self._fork.whole(), self._everyone)

@@ -29,7 +29,13 @@ from megatron_distopt.checkpoint.load_plan import Loadable
 from megatron_distopt.checkpoint.manifest import MAIN, Manifest
 from megatron_distopt.checkpoint.param_groups import take_options
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, saved_loss_scale, shards_of
-from megatron_distopt.comm import Group, broadcast, exchange, gather_to_first, raise_together
+from megatron_distopt.comm import (
+    Group,
+    all_gather_objects,
+    broadcast,
+    gather_to_first,
+    raise_together,
+)
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.common import known_step, loss_scale_of, no_step, the_step
 from megatron_distopt.formats.megatron_2023.file_state import described, identity
@@ -224,7 +230,7 @@ def load_rank_state(fork: ForkModel, opened: Callable[[], RankState]) -> None:
     parts = {name: [shard] for name, shard in saved.items()}
     has_all = all(name in saved and saved[name].holds(span) for name, span in owned.items())
     step = state.step if parts else None  # a rank may have nothing of its own in the file
-    everywhere = exchange((has_all, state.groups, step), fork.start.data)
+    everywhere = all_gather_objects((has_all, state.groups, step), fork.start.data)
     if not all(has_all for has_all, *_ in everywhere):
         parts = {name: [] for name in owned}
         for buffer in fork.grad_buffers:
@@ -300,7 +306,7 @@ def _sent_around(
         for name, shard in shards.items()
         if name in buffer.plan.params
     ]
-    for rank, of_rank in enumerate(exchange(mine, group)):
+    for rank, of_rank in enumerate(all_gather_objects(mine, group)):
         for name, span, kinds in of_rank:
             both = owned[name].intersect(span) if name in owned else None
             tensors: dict[str, Tensor] = {}
@@ -494,13 +500,15 @@ def save_gathered(fork: ForkModel, filename: str) -> None:
     }
     keys = {
         key
-        for found in exchange(sorted({key for each in kept.values() for key in each}), data)
+        for found in all_gather_objects(
+            sorted({key for each in kept.values() for key in each}), data
+        )
         for key in found
     }
     moments = moments_in_file(keys - {MAIN}, is_adam=sharded.plan.choice.is_adam)
     gathered: dict[tuple[int, torch.dtype], dict[str, Tensor]] = {}
     for buffer in fork.grad_buffers:
-        carrier, device = _carrier(data, buffer)
+        gather_group, device = _gather_group(data, buffer)
         tensors = gathered[buffer.plan.chunk, buffer.plan.dtype] = {}
         # one after the other: only one of them is whole in the device's memory
         for key in (MAIN, *moments):
@@ -509,7 +517,7 @@ def save_gathered(fork: ForkModel, filename: str) -> None:
                 if shard.name in buffer.plan.params and key in kept[flat]:
                     values = flat.cut(kept[flat][key], shard)
                     part[shard.in_shard.as_slice()] = values.to(device)
-            whole = gather_to_first(part, carrier)
+            whole = gather_to_first(part, gather_group)
             if whole is not None:
                 tensors[key] = whole.cpu()
 
@@ -522,7 +530,7 @@ def save_gathered(fork: ForkModel, filename: str) -> None:
     raise_together(write, fork.everyone)
 
 
-def _carrier(group: Group, buffer: GradBuffer) -> tuple[Group, torch.device]:
+def _gather_group(group: Group, buffer: GradBuffer) -> tuple[Group, torch.device]:
     """The group and device with which the parts are gathered: if possible the fork's gloo group of
     the same ranks, which needs no device memory."""
     cpu = torch.device("cpu")

@@ -31,7 +31,7 @@ from megatron_distopt.hosts.megatron_2023.buffers import (
     take_over,
 )
 from megatron_distopt.hosts.megatron_2023.facts import GATHERS_STATE, PARSER, PATCH_POINT, has_gates
-from megatron_distopt.hosts.megatron_2023.plan import Start, num_microbatches_of
+from megatron_distopt.hosts.megatron_2023.plan import StartPlan, num_microbatches_of
 from megatron_distopt.hosts.megatron_2023.watch import Watch, tell_of_grads
 from megatron_distopt.hosts.report import describe, sharded_over
 from megatron_distopt.hosts.start import compare_ranks
@@ -59,7 +59,7 @@ class ForkModel(HostState):
     """
 
     def __init__(
-        self, start: Start, models: Sequence[Any], grad_scaler: Any, *, host_is_torchs: bool
+        self, start: StartPlan, models: Sequence[Any], grad_scaler: Any, *, host_is_torchs: bool
     ) -> None:
         self.everyone = Group.of()
         self.start, self.models, self.grad_scaler = start, models, grad_scaler
@@ -188,7 +188,7 @@ class Communication:
     """
 
     def __init__(
-        self, start: Start, buffers: Sequence[GradBuffer], models: Sequence[Module]
+        self, start: StartPlan, buffers: Sequence[GradBuffer], models: Sequence[Module]
     ) -> None:
         self._how = start.how
         self._dense = [buffer for buffer in buffers if not buffer.plan.is_ours]

@@ -19,7 +19,7 @@ from torch._compile import _disable_dynamo
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from megatron_distopt.comm import Field, Group, compare, exchange, raise_together
+from megatron_distopt.comm import Field, Group, all_gather_objects, compare, raise_together
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import AccessError, HostError
 from megatron_distopt.hosts.megatron.averaging import average_evaluation
@@ -28,7 +28,7 @@ from megatron_distopt.hosts.megatron_2023.buffers import main_grads
 from megatron_distopt.hosts.megatron_2023.checkpoint import ForkCheckpoints
 from megatron_distopt.hosts.megatron_2023.facts import EVALUATE_POINT
 from megatron_distopt.hosts.megatron_2023.model import ForkModel
-from megatron_distopt.hosts.megatron_2023.plan import Start, plan_start
+from megatron_distopt.hosts.megatron_2023.plan import StartPlan, plan_start
 from megatron_distopt.hosts.megatron_2023.step import ForkStep, add_up_over_model_ranks
 from megatron_distopt.hosts.megatron_2023.watch import Watch
 from megatron_distopt.hosts.start import begin_communication, clear_grads
@@ -112,10 +112,10 @@ class DistributedOptimizer(SessionCalls, HostDistributedOptimizer):
         self._checkpoints = ForkCheckpoints(self.fork, self.session)
         average_evaluation([self], EVALUATE_POINT)
 
-    def _params_changed_after_backward(self, start: Start) -> frozenset[str]:
+    def _params_changed_after_backward(self, start: StartPlan) -> frozenset[str]:
         """Collective: the params to whose gradients the fork adds after backward. Found by a trial
         on zeros, if any rank has buckets."""
-        if not any(exchange(start.overlap.bucket_size is not None, self.stats_group)):
+        if not any(all_gather_objects(start.overlap.bucket_size is not None, self.stats_group)):
             return frozenset()
         found: set[str] = set()
         grads = {
@@ -123,7 +123,7 @@ class DistributedOptimizer(SessionCalls, HostDistributedOptimizer):
         }
         with Watch(grads, found.add):
             add_up_over_model_ranks(self, get_args(), None)
-        return frozenset().union(*exchange(found, start.data))
+        return frozenset().union(*all_gather_objects(found, start.data))
 
     # --- the fork's calls that make a step
 

@@ -63,7 +63,7 @@ class OverlapPlan:
 
 
 @dataclass(frozen=True)
-class Start:
+class StartPlan:
     """The plan."""
 
     named: Mapping[str, Parameter]  # params that are updated, by name
@@ -76,13 +76,13 @@ class Start:
     host_groups: Sequence[Mapping[str, Any]]  # the param groups as the fork's files have them
     overlap: OverlapPlan = OverlapPlan(grads=False, params=False, bucket_size=None)
 
-    def overlapping(self) -> Start:
+    def overlapping(self) -> StartPlan:
         """The same plan with the decision about overlap. Called after the ranks of `data` have
         communicated once."""
         overlap = _plan_overlap(self.plan.config, self.data, self.buffers, self.device, get_args())
         return dataclasses.replace(self, overlap=overlap)
 
-    def in_buckets(self, late: Collection[str]) -> Start:
+    def in_buckets(self, late: Collection[str]) -> StartPlan:
         """The same plan with buffers cut into buckets, if that was decided.
 
         The fork adds to the gradients of `late` params after backward, so they get buckets of their
@@ -99,7 +99,7 @@ def plan_start(
     grad_scaler: Any,
     models: Sequence[Module],
     options: DistOptConfig | None,
-) -> Start:
+) -> StartPlan:
     """Checks everything and moves nothing. The arguments are those of the optimizer's
     constructor."""
     args = get_args()
@@ -148,7 +148,7 @@ def plan_start(
     how = reduction_of(config, [buffer.dtype for buffer in buffers], divide_by)
     is_of_class = choice.updates_whole_params or config.optimizer == MUON
     host_groups = groups if is_of_class else base.param_groups
-    return Start(named, buffers, data, device, plan, how, host_groups)
+    return StartPlan(named, buffers, data, device, plan, how, host_groups)
 
 
 def _choose(

@@ -44,10 +44,10 @@ from megatron_distopt.checkpoint.manifest import (
 )
 from megatron_distopt.checkpoint.manifest_text import from_text, to_text
 from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS, take_options
-from megatron_distopt.checkpoint.save import Written, contribution_of
+from megatron_distopt.checkpoint.save import TensorToWrite, contribution_of
 from megatron_distopt.checkpoint.torch_state import moments_to_begin
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, WholeModel, owned_pieces
-from megatron_distopt.comm import Group, exchange, exchange_together, raise_together
+from megatron_distopt.comm import Group, all_gather_objects, all_gather_results, raise_together
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import CheckpointError
@@ -98,7 +98,7 @@ def _load(
 ) -> Any:
     ours = list(_entries_of_ours(sharded_state_dict))
     found = (
-        exchange_together(lambda: _found_in(Path(checkpoint_dir)), Group.of(), "load")[0]
+        all_gather_results(lambda: _found_in(Path(checkpoint_dir)), Group.of(), "load")[0]
         if ours
         else None
     )
@@ -258,7 +258,7 @@ def state_to_save(model: WholeModel, everyone: Group) -> dict[str, Any]:
     records = {
         one.key: TensorRecord(one.shape, dtype_name(one.tensor.dtype), ()) for one in written
     }
-    head = join(exchange(replace(contribution.head, tensors=records), everyone))
+    head = join(all_gather_objects(replace(contribution.head, tensors=records), everyone))
     state: dict[str, Any] = {HEAD: to_text(head)}
     for one in (*written, *_not_begun(model)):
         whole, tensor, box = _whole_key(model, one.key), as_plain(one.tensor), one.box
@@ -315,12 +315,12 @@ def _boxes(model: WholeModel) -> Iterator[tuple[OwnedPiece, str, Box]]:
             yield piece, key_of(kind, piece.placement.name), piece.piece.in_global
 
 
-def _not_begun(model: WholeModel) -> Iterator[Written]:
+def _not_begun(model: WholeModel) -> Iterator[TensorToWrite]:
     """Zeros for state that the inner optimizer does not keep yet. The text does not list them, so
     no load uses them."""
     for piece, key, box in _boxes(model):
         if piece.share.writes(piece.shard.name) and key not in dict(piece.tensors()):
-            yield Written(key, piece.placement.global_shape, box, torch.zeros(box.sizes))
+            yield TensorToWrite(key, piece.placement.global_shape, box, torch.zeros(box.sizes))
 
 
 def _kinds_by_name(model: WholeModel) -> dict[str, tuple[str, ...]]:

@@ -21,7 +21,7 @@ from torch._compile import _disable_dynamo
 from megatron_distopt.checkpoint import is_checkpoint
 from megatron_distopt.checkpoint.folder import not_found, optimizer_folder_of
 from megatron_distopt.checkpoint.load import load_state
-from megatron_distopt.comm import Group, exchange, raise_together
+from megatron_distopt.comm import Group, all_gather_objects, raise_together
 from megatron_distopt.compatibility import Feature
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import AccessError, CheckpointError
@@ -299,7 +299,7 @@ class CoreCalls(MegatronOptimizer, SessionCalls):
         if self._writes_hosts_own():
             super().save_parameter_state(filename)
         else:
-            self.save(optimizer_folder_of(exchange(filename, Group.of())[0]))
+            self.save(optimizer_folder_of(all_gather_objects(filename, Group.of())[0]))
 
     def _writes_hosts_own(self) -> bool:
         """Collective: whether the host's own methods write the checkpoint, see [Note: aligned
@@ -325,9 +325,9 @@ class CoreCalls(MegatronOptimizer, SessionCalls):
             filename: named by the host; each tensor- and pipeline-parallel rank has another one.
             update_legacy_format: kept for the host.
         """
-        first = exchange(filename, Group.of())[0]
+        first = all_gather_objects(filename, Group.of())[0]
         folder = optimizer_folder_of(first)
-        found = exchange((is_checkpoint(folder), Path(first).exists()), Group.of())[0]
+        found = all_gather_objects((is_checkpoint(folder), Path(first).exists()), Group.of())[0]
         if not any(found):
             raise not_found(folder, filename)
         # The host's own has a file in each folder of a model-parallel rank. The folder above holds

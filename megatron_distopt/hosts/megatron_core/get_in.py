@@ -44,7 +44,7 @@ from megatron_distopt.hosts.megatron_core.facts import (
 )
 from megatron_distopt.hosts.megatron_core.optimizer import ChainedOptimizer, DistributedOptimizer
 from megatron_distopt.hosts.megatron_core.translate import (
-    Merged,
+    TranslatedConfig,
     check_model,
     check_parallel_state,
     merge_config,
@@ -80,7 +80,7 @@ def build(
     check_parallel_state(is_initialized())
     call = inspect.signature(original).bind(config, model_chunks, *args, **kwargs).arguments
 
-    def merge() -> Merged:
+    def merge() -> TranslatedConfig:
         check_class()
         has_groups = (
             call.get("pg_collection") is not None or parallel_state.model_parallel_is_initialized()
@@ -103,7 +103,7 @@ def build(
     return optimizer
 
 
-def _as_usual_adam(config: Any, merged: Merged) -> dict[str, object]:
+def _as_usual_adam(config: Any, merged: TranslatedConfig) -> dict[str, object]:
     """The values of config fields with which the host builds a plain fp32 Adam or SGD on the
     device, which ours replaces. For Muon, it builds an Adam.
 
@@ -128,7 +128,9 @@ def take_over(options: DistOptConfig, undos: Undos) -> None:
     look_at_loads(undos)
 
 
-def _replace_constructors(options: DistOptConfig, merged: Merged | None, undos: Undos) -> None:
+def _replace_constructors(
+    options: DistOptConfig, merged: TranslatedConfig | None, undos: Undos
+) -> None:
     """Replaces both constructors. `merged` has the options that all ranks have checked; None if
     each constructor has to merge and check them."""
     of_host, of_hosts_chain = (
@@ -171,7 +173,7 @@ def check_class() -> None:
 
 
 def _constructor(
-    original: Callable[..., None], options: DistOptConfig, merged: Merged | None
+    original: Callable[..., None], options: DistOptConfig, merged: TranslatedConfig | None
 ) -> Callable[..., None]:
     @functools.wraps(original)
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -201,7 +203,7 @@ def _constructor(
 
 def _merge(
     options: DistOptConfig, config: Any, chunks: Sequence[Module]
-) -> tuple[Merged, InnerChoice | None]:
+) -> tuple[TranslatedConfig, InnerChoice | None]:
     merged = merge_config(config_from_environment(os.environ, options), config)
     return merged, check_model(chunks, merged)
 

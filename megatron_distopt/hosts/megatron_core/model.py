@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_distopt.checkpoint import WholeModel, is_checkpoint
-from megatron_distopt.comm import Group, exchange_together, raise_together
+from megatron_distopt.comm import Group, all_gather_results, raise_together
 from megatron_distopt.formats.megatron_core.nameless import is_nameless
 from megatron_distopt.hosts.megatron_core.buffers import chunks_of
 from megatron_distopt.hosts.megatron_core.model_parallel import OneOptimizer, whole_model_of
@@ -41,7 +41,7 @@ class CoreState(HostState):
                     group.start_param_sync(force_sync=True)
 
     def read(self, folder: Path) -> None:
-        nameless = exchange_together(
+        nameless = all_gather_results(
             lambda: not is_checkpoint(folder) and is_nameless(folder), self.everyone, "load"
         )
         if any(nameless):

@@ -55,7 +55,7 @@ from megatron_distopt.hosts.megatron_core.core_muon import muon_matrices
 from megatron_distopt.hosts.megatron_core.group_counts import GroupCounts
 from megatron_distopt.hosts.megatron_core.model_parallel import PreparedStep, expert_tensor_group
 from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedState
-from megatron_distopt.hosts.megatron_core.translate import Merged
+from megatron_distopt.hosts.megatron_core.translate import TranslatedConfig
 from megatron_distopt.hosts.start import clear_grads
 from megatron_distopt.hosts.watches.watched_params import GroupMembers, RemainderWatch
 from megatron_distopt.optimizer.accelerator import find_accelerator
@@ -86,7 +86,7 @@ class DistributedOptimizer(CoreCalls, HostDistributedOptimizer):
         # number of this copy; megatron-core 0.9 has only one
         distributed_optimizer_instance_id: int = 0,
         *,
-        merged: Merged,
+        merged: TranslatedConfig,
     ) -> None:
         self.is_stub_optimizer = optimizer is None
         self.model_chunks: list[Any] = list(model_chunks)
@@ -124,7 +124,7 @@ class DistributedOptimizer(CoreCalls, HostDistributedOptimizer):
         self.written = RemainderWatch(self.sharded, self.named)
 
     def _build(
-        self, names: Mapping[Parameter, str], optimizer: Optimizer | None, merged: Merged
+        self, names: Mapping[Parameter, str], optimizer: Optimizer | None, merged: TranslatedConfig
     ) -> ShardedOptimizer:
         config = merged.options
         # For a rank without any param: the device on which statistics are summed.

@@ -39,7 +39,7 @@ _STATE_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 @dataclass(frozen=True)
-class Merged:
+class TranslatedConfig:
     options: DistOptConfig  # of this package, with the host's config merged in
     muon: MuonRequest | None = None  # None if the run does not use Muon
 
@@ -53,7 +53,7 @@ def check_parallel_state(is_there: bool) -> None:
         )
 
 
-def merge_config(options: DistOptConfig, host: Any) -> Merged:
+def merge_config(options: DistOptConfig, host: Any) -> TranslatedConfig:
     """Adds the settings of `host`, an OptimizerConfig, to the options of this package."""
     _check_options("config", host)
     check_layer_wise(host)
@@ -89,7 +89,7 @@ def merge_config(options: DistOptConfig, host: Any) -> Merged:
     ):
         own["nonfinite"] = NonFinitePolicy.SKIP.value
     merged = with_hosts_own(options, {**own, **_state_precision(host), **offload_of(host)})
-    return Merged(merged, request_from(merged, host))
+    return TranslatedConfig(merged, request_from(merged, host))
 
 
 def _state_precision(host: Any) -> dict[str, str]:
@@ -155,7 +155,7 @@ def _check_options(where: str, options: Any) -> None:
             )
 
 
-def check_model(chunks: Sequence[Any], merged: Merged) -> InnerChoice | None:
+def check_model(chunks: Sequence[Any], merged: TranslatedConfig) -> InnerChoice | None:
     """Checks everything about the model that one rank can check.
 
     Returns the inner optimizer, with Muon the Adam for the other params. None on a rank without

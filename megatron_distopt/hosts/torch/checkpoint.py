@@ -51,10 +51,10 @@ def torch_params(model: ShardedModel, groups: _Groups) -> TorchParams:
 
 def load_torch_state(model: ShardedModel, groups: _Groups, state: Mapping[str, Any]) -> None:
     """Collective: takes a state in torch's format."""
-    if model.waiting:
-        model.grow_to(names_with_state(torch_params(model, groups), state))
+    if model.untrained:
+        model.begin_training_of_saved(names_with_state(torch_params(model, groups), state))
     load_torch_state_dict(torch_params(model, groups), state)
-    model.params.options.exchange()
+    model.params.options.sync()
     model.params.forget_followed()
     model.params.doubt()
 

@@ -58,11 +58,11 @@ class _PendingMixin:
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Copies the param with its usual class: nothing would restore the class of a copy."""
-        param = _settled(self)
+        param = _gathered(self)
         return memo.setdefault(id(param), type(param)(param.detach().clone(), param.requires_grad))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _settled(self).__reduce_ex__(protocol)
+        return _gathered(self).__reduce_ex__(protocol)
 
 
 def _gather_of(param: Any) -> ParamGather | None:
@@ -86,7 +86,7 @@ def _wait_for(values: Iterable[Any]) -> None:
             _wait_for(value.values())
 
 
-def _settled(param: Any) -> Any:
+def _gathered(param: Any) -> Any:
     """Waits until the param has its values and its usual class, and returns it."""
     if gather := _gather_of(param):
         gather.finish()

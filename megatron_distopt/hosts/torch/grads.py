@@ -191,13 +191,13 @@ class Grads:
             self._communicator.finish_grads(buffers)
             self._summed.update(slot.name for slot in slots)
 
-    def guard(self, waiting: Mapping[str, Parameter]) -> None:
+    def guard(self, untrained: Mapping[str, Parameter]) -> None:
         """Guards the first gradients of params that may begin to train and are in no buffer yet."""
 
         def accumulated(param: Parameter) -> None:
             param.grad = param.grad  # as if it had been assigned
 
-        for name, param in waiting.items():
+        for name, param in untrained.items():
             if param not in self._guarded and self._data.size > 1:
                 with _unfrozen(param):
                     handle = param.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
@@ -314,7 +314,7 @@ class Grads:
         present = [not slot.is_missing for slot in self.slots]
         flags = torch.tensor(present, dtype=torch.float32, device=self.slots[0].view.device)
         sum_over(flags, self._data)
-        self.settle([flag > 0 for flag in flags.tolist()])
+        self.fill_missing([flag > 0 for flag in flags.tolist()])
 
     def reduce(self, *, for_step: bool = True) -> None:
         """Collective: reduces gradients that are not reduced yet, so that each rank's shards hold
@@ -426,7 +426,7 @@ class Grads:
         ]
         return 1 + zlib.crc32(bytes(is_kept)) % 63 if any(is_kept) else 0
 
-    def settle(self, is_active: Sequence[bool]) -> None:
+    def fill_missing(self, is_active: Sequence[bool]) -> None:
         """Gives a param a gradient on every rank if it has one on any rank."""
         for slot, active in zip(self.slots, is_active, strict=True):
             if active and slot.is_missing:

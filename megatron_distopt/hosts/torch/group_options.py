@@ -52,7 +52,7 @@ class GroupOptions:
             )
         self._crc = None
 
-    def exchange(self) -> None:
+    def sync(self) -> None:
         """Copies options that the user has written to the inner optimizer, and those that the inner
         optimizer or a load has written to the user's groups. If both wrote an option, the user's
         value wins.

@@ -25,8 +25,8 @@ from megatron_distopt.checkpoint.whole_model import Share, WholeModel, without_w
 from megatron_distopt.comm import (
     Communicator,
     Field,
+    all_gather_objects,
     compare,
-    exchange,
     raise_together,
     share_initial,
     sum_over,
@@ -56,7 +56,7 @@ class ShardedModel(HostState):
     # loads of folders and snapshots so far
     num_loads = 0
     # params in a group that have no state yet: frozen, empty or new; the same on all ranks
-    waiting: dict[str, Parameter]
+    untrained: dict[str, Parameter]
 
     def __init__(self, plan: ModelPlan, announce_drop: Callable[[ShardedModel], None]) -> None:
         config, chunks, data = plan.step.config, plan.chunks, plan.data
@@ -84,7 +84,7 @@ class ShardedModel(HostState):
             int(buffer.param.view(torch.uint8).sum()) for buffer in buffers if data.size > 1
         )
         # equal sums mean that ranks drew equal values
-        self.had_same_values = len(set(exchange(sums, data))) == 1
+        self.had_same_values = len(set(all_gather_objects(sums, data))) == 1
         share_initial(
             [
                 *(buffer.param for buffer in buffers),
@@ -137,44 +137,46 @@ class ShardedModel(HostState):
         self.communicator.add(buffers, buffers)
         self.grads.add(buffers, slots)
         self.gather.add({name: param for each in sets for name, param in each.named.items()})
-        self.find_waiting()
+        self.find_untrained()
 
-    def find_waiting(self) -> None:
+    def find_untrained(self) -> None:
         members = {param for group in self._plan.torch_groups for param in group["params"]}
-        waiting = members - {slot.param for slot in self.grads.slots}
-        self.waiting = {
-            name: param for name, param in named_params(self.chunks).items() if param in waiting
+        untrained = members - {slot.param for slot in self.grads.slots}
+        self.untrained = {
+            name: param for name, param in named_params(self.chunks).items() if param in untrained
         }
-        self.grads.guard(self.waiting)
+        self.grads.guard(self.untrained)
 
-    def newcomers(self) -> list[str]:
+    def params_to_begin(self) -> list[str]:
         """Names of params in a group that have a gradient but no state, because they were frozen
         or empty before."""
         return [
-            name for name, param in self.waiting.items() if param.grad is not None and param.numel()
+            name
+            for name, param in self.untrained.items()
+            if param.grad is not None and param.numel()
         ]
 
-    def admit(self) -> None:
-        """Collective: begins to train the newcomers of all ranks."""
-        if self.waiting:
-            number = torch.tensor([float(len(self.newcomers()))], device=self.device)
+    def begin_training_with_grads(self) -> None:
+        """Collective: begins to train the untrained params that have a gradient on any rank."""
+        if self.untrained:
+            number = torch.tensor([float(len(self.params_to_begin()))], device=self.device)
             sum_over(number, self.everyone)
             if number.item():
-                self.grow(self.newcomers())
+                self.begin_training_of(self.params_to_begin())
 
-    def grow_to(self, saved: Iterable[str]) -> None:
+    def begin_training_of_saved(self, saved: Iterable[str]) -> None:
         """Collective: makes room for the saved state of params that are frozen here; they use it
         when they are unfrozen."""
         names = {without_wrappers(name) for name in saved}
-        self.grow(name for name in self.waiting if without_wrappers(name) in names)
+        self.begin_training_of(name for name in self.untrained if without_wrappers(name) in names)
 
-    def grow(self, names: Iterable[str]) -> None:
+    def begin_training_of(self, names: Iterable[str]) -> None:
         """Collective: begins to train the params that any rank has named, except empty ones.
         Refuses them before it changes anything."""
-        wanted = {name for named in exchange(list(names), self.data) for name in named}
+        wanted = {name for named in all_gather_objects(list(names), self.data) for name in named}
         added = {
             name: param
-            for name, param in reversed(self.waiting.items())
+            for name, param in reversed(self.untrained.items())
             if name in wanted and param.numel()
         }
         check = partial(check_trained, added, self.config, keeps_strides=self._plan.keeps_strides)
@@ -194,8 +196,8 @@ class ShardedModel(HostState):
     # --- what a session asks for
 
     def whole(self) -> WholeModel:
-        resting = (name for names in self._resting().values() for name in names)
-        frozen = frozenset([*named_params(self.chunks), *resting]) - self.placements.keys()
+        untrained = (name for names in self._untrained().values() for name in names)
+        frozen = frozenset([*named_params(self.chunks), *untrained]) - self.placements.keys()
         sizes = {
             "ranks": self.everyone.size,
             "data_parallel": self.data.size,
@@ -219,18 +221,18 @@ class ShardedModel(HostState):
         self.bring_up_to_date(is_read=False)
 
     def begin_training(self, saved: Manifest) -> None:
-        if self.waiting:
-            self.grow_to(saved.names)
+        if self.untrained:
+            self.begin_training_of_saved(saved.names)
 
     def read(self, folder: Path) -> None:
-        if self.waiting and is_checkpoint(folder):
+        if self.untrained and is_checkpoint(folder):
             saved = raise_together(lambda: read_manifest(folder), self.everyone, "load")
-            self.grow_to(saved.names)
+            self.begin_training_of_saved(saved.names)
         super().read(folder)
 
     def loaded(self) -> None:
         self.num_loads += 1
-        self.params.options.exchange()
+        self.params.options.sync()
 
     def gather_written(self) -> None:
         self.gather.gather_now()
@@ -242,21 +244,21 @@ class ShardedModel(HostState):
         self.sharded.check_has_params("save or load")
         excluded = self._plan.step.excluded_from_norm
         return Share(
-            self.sharded, self.placements, lambda name: not excluded(name), self._resting()
+            self.sharded, self.placements, lambda name: not excluded(name), self._untrained()
         )
 
-    def _resting(self) -> dict[int, tuple[str, ...]]:
+    def _untrained(self) -> dict[int, tuple[str, ...]]:
         """The params without state, by group. A group without any params has a made-up name here,
         so that a checkpoint keeps its options."""
         both = zip(
-            name_groups(self._plan.torch_groups, self.waiting),
+            name_groups(self._plan.torch_groups, self.untrained),
             self.sharded.plan.groups,
             strict=True,
         )
         return {
-            number: waiting.names or (f"param group {number}",)
-            for number, (waiting, trained) in enumerate(both)
-            if waiting.names or not trained.names
+            number: untrained.names or (f"param group {number}",)
+            for number, (untrained, trained) in enumerate(both)
+            if untrained.names or not trained.names
         }
 
     def release(self) -> None:

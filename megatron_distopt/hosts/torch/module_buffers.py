@@ -16,7 +16,7 @@ from torch.nn import Module
 from torch.nn.modules.batchnorm import _NormBase
 
 from megatron_distopt.buffers import dtype_name
-from megatron_distopt.comm import Field, Group, compare, exchange, share_initial
+from megatron_distopt.comm import Field, Group, all_gather_objects, compare, share_initial
 from megatron_distopt.hosts.torch.ddp import is_ignored
 from megatron_distopt.hosts.watches.version_census import VersionCensus
 
@@ -71,7 +71,7 @@ class ModuleBuffers:
 
     def learn(self, begun: Sequence[str]) -> None:
         """Collective: broadcasts the buffers of modules from now on, if any rank has named them."""
-        named = {name for names in exchange(list(begun), self._data) for name in names}
+        named = {name for names in all_gather_objects(list(begun), self._data) for name in names}
         self._changing |= {name: self._described(name) for name in sorted(named)}
         looks = tuple(
             f"{name.partition('.')[2]}.{look}".lstrip(".")  # without the number of the chunk

@@ -25,7 +25,7 @@ from megatron_distopt.checkpoint.torch_state import (
     refuse_write,
     torch_state_dict,
 )
-from megatron_distopt.comm import Field, compare, exchange, meet_in_call, raise_together
+from megatron_distopt.comm import Field, all_gather_objects, compare, meet_in_call, raise_together
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.errors import AccessError, ConfigError, LayoutError
 from megatron_distopt.hosts.start import as_torch_groups, clear_grads, named_params
@@ -157,7 +157,7 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
         With `overlap_grad_reduce` it is collective after a backward that no step followed.
         """
         self._model.grads.clear(set_to_none=set_to_none)
-        clear_grads(self._model.waiting.values(), set_to_none=set_to_none)
+        clear_grads(self._model.untrained.values(), set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Collective: trains further params of the model, which were frozen, new, or in no group so
@@ -188,9 +188,9 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
         )
         raise_together(lambda: compare([described], model.data), model.everyone, "add_param_group")
         super().add_param_group(group)
-        model.find_waiting()
-        added = name_groups([group], model.waiting)[0].names
-        model.grow(name for name in added if model.waiting[name].requires_grad)
+        model.find_untrained()
+        added = name_groups([group], model.untrained)[0].names
+        model.begin_training_of(name for name in added if model.untrained[name].requires_grad)
 
     def _check_added(self, group: Mapping[str, Any]) -> Field:
         """Checks a further group; returns what must be equal on all ranks."""
@@ -258,7 +258,7 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
                 f"max_norm is {max_norm}, but it must be above 0. Write clip_grad_norm_(1.0)."
             )
         model = self._model
-        model.admit()
+        model.begin_training_with_grads()
         self._step.reduce_ahead()
         grads = main_grads(model.sharded.flat_params)
         norm = measure_now([model.sharded], [grads], model.everyone).norm(model.grads.divisor)
@@ -284,14 +284,14 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
                 on some ranks only, or assigned after they were summed.
         """
         model = self._model
-        model.admit()
+        model.begin_training_with_grads()
         slot = next((slot for slot in model.grads.slots if slot.param is param), None)
         if (
             slot is None
             and not param.numel()
             and param in names_of_grouped(self._model, self.param_groups)
         ):
-            has_grad = any(exchange(param.grad is not None, model.data))
+            has_grad = any(all_gather_objects(param.grad is not None, model.data))
             return torch.zeros(param.shape, device=param.device) if has_grad else None
         if slot is None:
             raise LayoutError(

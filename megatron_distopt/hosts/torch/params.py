@@ -117,7 +117,7 @@ class Params:
                 "train more params, call optimizer.add_param_group(...). To train fewer, call "
                 "param.requires_grad_(False)."
             )
-        self.options.exchange()
+        self.options.sync()
         changed = set(self._changed)
         if before_step:
             changed |= self._doubtful

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint.protect.protection import Protection
-from megatron_distopt.comm import Tally, exchange, raise_together, sum_over, two_that_differ
+from megatron_distopt.comm import (
+    Tally,
+    all_gather_objects,
+    raise_together,
+    sum_over,
+    two_that_differ,
+)
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, LayoutError, RanksDisagreeError
 from megatron_distopt.hosts.torch.model import ShardedModel
@@ -48,7 +54,7 @@ class Census:
 
     round: Tally  # of gradients
     num_complaints: float  # errors to raise
-    num_newcomers: float  # params that may begin to train
+    num_to_begin: float  # params that may begin to train
     num_begun: float  # module buffers that training has begun to change
     num_apart: float  # above 0 where `alike` differs between ranks with the same params
     alike: Tally  # checksum of options and resets, equal on ranks with the same params
@@ -58,7 +64,7 @@ class Census:
         return [
             *self.round,
             self.num_complaints,
-            self.num_newcomers,
+            self.num_to_begin,
             self.num_begun,
             self.num_apart,
             *self.alike,
@@ -66,8 +72,8 @@ class Census:
 
     @classmethod
     def unpack(cls, sums: Sequence[float]) -> Census:
-        number, squared, complaints, newcomers, begun, apart, *alike = sums
-        return cls(Tally(number, squared), complaints, newcomers, begun, apart, Tally(*alike))
+        number, squared, complaints, params_to_begin, begun, apart, *alike = sums
+        return cls(Tally(number, squared), complaints, params_to_begin, begun, apart, Tally(*alike))
 
 
 #: How many numbers a census has, and how many of them, from the first, are summed over all ranks.
@@ -118,7 +124,7 @@ class TorchStep(HostStep):
         If a param begins to train, all gradients are measured once more.
         """
         model = self.model
-        waits = bool(model.waiting) or not model.sharded.defers_check
+        waits = bool(model.untrained) or not model.sharded.defers_check
         measure_with = measure_now if waits else measure
         while True:
             num_params, census = len(model.grads.slots), census_of(model)
@@ -129,7 +135,7 @@ class TorchStep(HostStep):
                 num_present = None if all(model.grads.present) else census[CENSUS_NUMEL:]
                 if num_present is not None:
                     # Also before a step that is skipped: its gradients stay and may be added to.
-                    model.grads.settle(_is_active(num_present))
+                    model.grads.fill_missing(_is_active(num_present))
                 return Gradients(grads, measured, divisors, num_present)
             grads = [main_grads(model.sharded.flat_params)]
 
@@ -142,7 +148,7 @@ class TorchStep(HostStep):
         return [model.sharded.leave_out({slot.name for slot, active in slots if not active})]
 
     def follow_update(self, number: int) -> None:
-        self.model.params.options.exchange()
+        self.model.params.options.sync()
 
     def gather(self) -> None:
         self.model.gather.gather()
@@ -175,7 +181,7 @@ def census_of(model: ShardedModel, *, is_dropped: bool = False) -> Tensor:
     census = Census(
         round=Tally.of(number),
         num_complaints=len(grads.complaints),
-        num_newcomers=len(model.newcomers()) if model.waiting else 0,
+        num_to_begin=len(model.params_to_begin()) if model.untrained else 0,
         num_begun=0 if model.module_buffers is None else len(model.module_buffers.begun()),
         num_apart=0,
         alike=Tally.of(model.params.options.checksum(salt, modulus)),
@@ -214,8 +220,8 @@ def _act_on(model: ShardedModel, sums: Sequence[float]) -> None:
         raise_together(model.grads.raise_complaint, model.everyone, "step")
     if census.num_begun and model.module_buffers is not None:
         model.module_buffers.learn(model.module_buffers.begun())
-    if census.num_newcomers:
-        model.grow(model.newcomers())
+    if census.num_to_begin:
+        model.begin_training_of(model.params_to_begin())
 
 
 def _check_alike(model: ShardedModel) -> None:
@@ -223,7 +229,7 @@ def _check_alike(model: ShardedModel) -> None:
     that have the same params."""
     data = model.data
     options = {**model.params.options.described(), _HOOKED: str(model.grads.sum_of_hooked)}
-    told = exchange((model.grads.kept, options), data)
+    told = all_gather_objects((model.grads.kept, options), data)
     two = two_that_differ([kept for kept, _ in told])
     if two is not None:
         odd, other = map(data.global_rank, two)
@@ -259,7 +265,7 @@ def announce_drop(model: ShardedModel) -> None:
 def _raise_rounds(model: ShardedModel, *, is_dropped: bool = False) -> NoReturn:
     """Collective: raises an error that says which ranks are in which round."""
     group = model.everyone
-    said = exchange((model.grads.num_rounds, is_dropped), group)
+    said = all_gather_objects((model.grads.num_rounds, is_dropped), group)
     numbers = [number for number, _ in said]
     two = two_that_differ(numbers)
     if two is None:

@@ -162,7 +162,7 @@ class LowPrecisionAdam(torch.optim.AdamW):
         for kind in _MOMENTS:
             self._bring_into_form(main, state, kind)
         if isinstance(stored, RemainderValues):
-            stored.settle()
+            stored.flush()
         return _ParamUpdate(
             start=self._places.get(main, 0),
             main=stored,

@@ -232,7 +232,7 @@ class RemainderValues(StoredValues):
             self.held = self.read(slice(0, self.numel))
         self.held[stretch] = values
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Writes held values into param and remainder, before a step."""
         if self.held is not None:
             values = self.held

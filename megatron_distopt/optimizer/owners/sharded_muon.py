@@ -5,7 +5,7 @@ Muon and Adam are one inner optimizer, so that a step has one gradient norm and 
 checkpoint holds all state. The options of a param group say which of the two updates it. A rank
 computes the two element-wise parts of Muon on its shards, and between them orthogonalizes the
 matrices that it owns: see [Note: three parts of Muon] in muon.py and [Note: rounds of travel] in
-exchange.py.
+update_on_owners.py.
 
 [Note: matrices over tensor-parallel ranks] If a matrix is cut over tensor-parallel ranks, each has
 a part, and the part has an owner in that rank's data-parallel group. megatron-core has three ways
@@ -36,12 +36,6 @@ from megatron_distopt.layout import MatrixCut, MatrixOwner, MatrixSpec, OwnerPla
 from megatron_distopt.optimizer.choice import WITH_MUON, adopt_instance, fused_instance
 from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice, InParts
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
-from megatron_distopt.optimizer.owners.exchange import (
-    Exchange,
-    OwnedBuffer,
-    ShardValues,
-    choose_owners,
-)
 from megatron_distopt.optimizer.owners.muon import (
     Muon,
     apply_update,
@@ -56,6 +50,12 @@ from megatron_distopt.optimizer.owners.muon_options import (
     formula_of,
     is_muons_group,
     options_of,
+)
+from megatron_distopt.optimizer.owners.update_on_owners import (
+    Exchange,
+    OwnedBuffer,
+    ShardValues,
+    choose_owners,
 )
 
 

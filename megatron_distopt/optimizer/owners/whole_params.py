@@ -32,7 +32,7 @@ from megatron_distopt.layout import MatrixOwner, MatrixSpec, OwnerPlan
 from megatron_distopt.optimizer.inner import Build, Groups, InParts
 from megatron_distopt.optimizer.inner_options import changed_options, option_values
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
-from megatron_distopt.optimizer.owners.exchange import (
+from megatron_distopt.optimizer.owners.update_on_owners import (
     Exchange,
     OwnedBuffer,
     ShardValues,

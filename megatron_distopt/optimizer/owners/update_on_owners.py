@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.comm import Group
-from megatron_distopt.comm.messages import Parcel, begin_travel
+from megatron_distopt.comm.messages import Message, begin_travel
 from megatron_distopt.comm.pending import Pending
 from megatron_distopt.errors import InvariantError
 from megatron_distopt.layout import MatrixOwner, MatrixSpec, OwnerPlan, Span, Travel, plan_owners
@@ -158,11 +158,11 @@ class Exchange:
         values = self._values[0 if is_back else index]
         self._copy_own(number, block, values, is_back=is_back)
         outgoing = [
-            Parcel(travel.owner, values.of(travel.in_buffer))
+            Message(travel.owner, values.of(travel.in_buffer))
             for travel in self._leaving.get(number, ())
         ]
         incoming = [
-            Parcel(travel.holder, block[travel.in_block.as_slice()])
+            Message(travel.holder, block[travel.in_block.as_slice()])
             for travel in self._arriving.get(number, ())
         ]
         if is_back:
