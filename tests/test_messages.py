@@ -12,7 +12,7 @@ import pytest
 
 from scripts.messages import Message, messages
 
-MOST_SENTENCES = 4
+MOST_SENTENCES = 3
 #: A sentence ends before a capital letter, or a value that begins the next one.
 _END = re.compile(r"[.?!] (?=[A-Z{'\"])")
 #: Forms that are no English sentences, with an example of each.

@@ -284,7 +284,7 @@ def _torchs_checkpoints(group: Any, rank: int, folder: Path) -> list[str]:
         part = DefaultLoadPlanner(allow_partial_load=True)
         dcp.load(state, checkpoint_id=folder, planner=part, process_group=group)
         said = _said(partial(optimizer.load_state_dict, state["optim"]))
-        if said != (["begin anew"] if rank == 0 and not num_steps else []):
+        if said != (["start again"] if rank == 0 and not num_steps else []):
             wrong.append(f"said of a part after {num_steps} steps: {said}")
         _step(optimizer, model, 3)
         if _same(_whole(optimizer, "main"), _whole(optimizer, "average")) is not (not num_steps):
@@ -364,7 +364,7 @@ def _checkpoints(
             said = _said(partial(optimizer.load, folder / "none"))
             _step(optimizer, model, 4)
             begins_anew = _same(_whole(optimizer, "main"), _whole(optimizer, "average"))
-            if said != (["begin anew"] if rank == 0 else []) or not begins_anew:
+            if said != (["start again"] if rank == 0 else []) or not begins_anew:
                 wrong.append(f"said of a checkpoint without averages: {said}")
             optimizer.release()
     return wrong
@@ -376,7 +376,7 @@ def _said(call: Callable[[], object]) -> list[str]:
         call()
     lines = [line for line in logged_lines if "averages" in line]
     return [
-        next(word for word in ("begin anew", "ema_decay", line) if word in line) for line in lines
+        next(word for word in ("start again", "ema_decay", line) if word in line) for line in lines
     ]
 
 

@@ -93,7 +93,7 @@ CROSSED = {"gathered": ("fp16",), "per_rank": ("fp32", "torch")}
 
 OTHER_MODEL = "Load a checkpoint of the same model, or start from its weights with --no-load-optim"
 MOMENTS = (
-    "exp_avg besides the param | exp_avg, exp_avg_sq for torch_fused | "
+    "exp_avg of | besides the param | torch_fused needs exp_avg, exp_avg_sq | "
     "Resume with the optimizer of the saved run | --no-load-optim"
 )
 SAME_PARALLEL = "same tensor- and pipeline-parallel size | --no-load-optim"
@@ -126,22 +126,24 @@ REFUSED: dict[str, dict[str, str | tuple[str, str]]] = {
         + OTHER_MODEL,
     },
     "undistributed": {
-        "param missing": f"9 params, 10 of them | group 0 | the model's 10 | {OTHER_MODEL}",
-        "of an fp32 model": f"10 params, 0 of them | group 0 | the model's 10 | {OTHER_MODEL}",
+        "param missing": f"9 params | 10 of them | group 0 | the model has 10 | {OTHER_MODEL}",
+        "of an fp32 model": f"10 params | 0 of them | group 0 | the model has 10 | {OTHER_MODEL}",
         "shape of a main": f"[16, 64] | {WORDS} | [64, 16] | {OTHER_MODEL}",
         "moment missing": MOMENTS,
         "step missing": LOST_STEP,
     },
     "own": {
         "of the other rank": (
-            f"{NUM_OF_TWO[1]} params | the model's {NUM_OF_TWO[0]} | group 0 | {SAME_RANKS}",
-            f"{NUM_OF_TWO[0]} params | the model's {NUM_OF_TWO[1]} | group 0 | {SAME_RANKS}",
+            f"{NUM_OF_TWO[1]} params | the model has {NUM_OF_TWO[0]} | group 0 | {SAME_RANKS}",
+            f"{NUM_OF_TWO[0]} params | the model has {NUM_OF_TWO[1]} | group 0 | {SAME_RANKS}",
         ),
         "of a gathered layout": f"has no {SHARDS} | --no-load-optim",
         "main missing": (
-            f"{NUM_OF_TWO[0]} params, {NUM_OF_TWO[0] - 1} of them | the model's {NUM_OF_TWO[0]} | "
+            f"{NUM_OF_TWO[0]} params | {NUM_OF_TWO[0] - 1} of them | "
+            f"the model has {NUM_OF_TWO[0]} | "
             f"{SAME_RANKS}",
-            f"{NUM_OF_TWO[1]} params, {NUM_OF_TWO[1] - 1} of them | the model's {NUM_OF_TWO[1]} | "
+            f"{NUM_OF_TWO[1]} params | {NUM_OF_TWO[1] - 1} of them | "
+            f"the model has {NUM_OF_TWO[1]} | "
             f"{SAME_RANKS}",
         ),
         "moment missing": MOMENTS,
@@ -896,7 +898,7 @@ def test_gathered_file_when_that_of_one_slice_is_missing_then_all_slices_refuse(
 
 def test_own_state_when_loaded_at_another_size_then_refused_on_all_ranks(per_rank: Facts) -> None:
     (alone,) = per_rank.of_some("size 1")
-    _check_refused(alone, f"{NUM_OF_TWO[0]} params | the model's 10 | {SAME_RANKS}")
+    _check_refused(alone, f"{NUM_OF_TWO[0]} params | the model has 10 | {SAME_RANKS}")
 
 
 def test_groups_when_the_file_has_them_in_another_order_then_each_finds_its_own(

@@ -248,11 +248,11 @@ REFUSED: dict[str, tuple[str, Context]] = {
         _call(lambda optimizer: optimizer.sharded_state_dict({})),
     ),
     "whole, tenants by param": (
-        "Call save(folder)",
+        "save(folder)",
         _call(lambda optimizer: optimizer.optimizer.state[None]),
     ),
     "whole, all tenants": (
-        "Call save(folder)",
+        "save(folder)",
         _call(lambda optimizer: [*optimizer.optimizer.state.values()]),
     ),
     "whole, the inner optimizer's": (

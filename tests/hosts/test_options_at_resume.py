@@ -278,7 +278,7 @@ def test_resume_when_it_changed_options_then_each_is_told_in_one_line(host: str)
         # Megatron logs what its scheduler sets.
         silent = {"lr", "weight_decay"} if host != "plain torch" or "wd_mult" in owners else set()
         told = {
-            line.split()[1]: "run" if "of this run;" in line else "checkpoint" for line in lines
+            line.split()[1]: "run" if "in this run;" in line else "checkpoint" for line in lines
         }
         wanted = {key: owner for key, owner in owners.items() if key not in silent}
         if lines or (not {"none", "refused"} & {*wanted.values()} and "overrides" not in case):

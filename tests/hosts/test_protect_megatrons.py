@@ -289,7 +289,7 @@ def test_fork_of_2023_when_it_has_fewer_ranks_then_as_from_disk(of_2023: dict[st
             ["finetune=True", "Drop --finetune", "--distopt-protect-every"],
         ),
         ("--no-load-optim", "ConfigError", ["no_load_optim=True", "Drop --no-load-optim"]),
-        ("global batch", "ConfigError", ["global_batch_size: 4", "--global-batch-size 8"]),
+        ("global batch", "ConfigError", ["global_batch_size is 4", "--global-batch-size 8"]),
         ("buffer", "ConfigError", ["bias", "Leave --distopt-protect-every"]),
         ("frozen", "ConfigError", ["position_embeddings", "Leave --distopt-protect-every"]),
         (
