@@ -340,7 +340,7 @@ def differences(
     sets.
 
     >>> list(differences({"lr": 0.1, "betas": (0.9, 0.99)}, {"lr": 0.1, "betas": [0.9, 0.95]}))
-    ['betas is [0.9, 0.95], of the checkpoint; this run was given [0.9, 0.99]']
+    ['betas is [0.9, 0.95], as in the checkpoint; this run was given [0.9, 0.99]']
     """
     silent = {*NOT_OPTIONS, *writes}
     if "wd_mult" in current:
