@@ -455,7 +455,7 @@ def folder_is_of_one_process_group(rank: int) -> None:
     for each in range(SIZE):
         if rank == each:
             with (
-                pytest.raises(CheckpointError, match=r"of rank 0.*a folder of its own")
+                pytest.raises(CheckpointError, match=r"first rank is 0.*a folder of its own")
                 if rank
                 else nullcontext()
             ):
@@ -508,7 +508,9 @@ def state_dict_with_a_stats_group_continues_bit_for_bit(rank: int) -> None:
     # What one rank cannot take all refuse.
     with pytest.raises(CheckpointError if rank == 3 else RanksDisagreeError) as caught:
         optimizer.load_state_dict({"state": {}} if rank == 3 else saved)
-    parts = ("one with state", "hold param_groups", *(("rank 3 refused",) if rank != 3 else ()))
+    parts = ["has state", "no param_groups"]
+    if rank != 3:
+        parts.append("rank 3 raised")
     assert all(part in str(caught.value) for part in parts), caught.value
     assert torch.equal(_flat(model), later)
 
