@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -158,7 +159,11 @@ def _freed(case: Case) -> None:
         training.step()
         before = [StorageWeakRef(storage) for storage in _storages(training.optimizer)]
         _as_roll_does(training.optimizer)
-        gc.collect()
+        # Threads of gloo hold what the last collective used a moment longer.
+        end = time.monotonic() + 10.0
+        while not all(storage.expired() for storage in before) and time.monotonic() < end:
+            gc.collect()
+            time.sleep(0.02)
         assert all(storage.expired() for storage in before)
         published = [getattr(param, "main_param", None) for _, param in training.named_params()]
         mains = [main.untyped_storage().data_ptr() for main in published if main is not None]
