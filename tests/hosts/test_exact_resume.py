@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_distopt import distribute
-from tests.support.spawn import run_ranks
-from tests.support.step_records import Steps, differing, read_steps, recorded_steps
+from tests.support.facts import Facts, facts_of
+from tests.support.step_records import Steps, differing, parted, read_steps, recorded_steps
 
 STEPS, SAVED = 6, 3
 STATE = ("main", "exp_avg", "exp_avg_sq")
@@ -141,37 +141,27 @@ def _outcome(case: Case, rank: int, folder: Path) -> Outcome:
     return Outcome(read_steps(folder / "straight"), read_steps(folder / "resumed"), is_equal)
 
 
-def _ranks(rank: int, size: int, folder: Path) -> dict[str, Outcome]:
+def collect_facts(rank: int, size: int, folder: Path) -> dict[str, Outcome]:
     torch.use_deterministic_algorithms(True)
     return {name: _outcome(case, rank, folder / name) for name, case in CASES.items()}
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
-    return run_ranks(_ranks, 2, tmp_path_factory.mktemp("runs"))
-
-
-def _parted(one: Steps, other: Steps) -> dict[int, list[Any]]:
-    steps = {number: differing(one[number], other[number]) for number in one.keys() & other}
-    return {number: keys for number, keys in steps.items() if keys}
+facts = facts_of(collect_facts, 2)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_run_when_resumed_from_a_checkpoint_then_equal_to_the_bit(
-    name: str, found: list[dict[str, Outcome]]
-) -> None:
-    for rank in found:
-        outcome = rank[name]
+def test_run_when_resumed_from_a_checkpoint_then_equal_to_the_bit(name: str, facts: Facts) -> None:
+    for outcome in facts[name]:
         assert outcome.is_equal
         assert [*outcome.straight] == [*outcome.resumed] == [*range(STEPS + 1)]
-        assert _parted(outcome.straight, outcome.resumed) == {}
+        assert parted(outcome.straight, outcome.resumed) == {}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_step_when_made_then_params_and_state_change_and_a_skipped_one_changes_nothing(
-    name: str, found: list[dict[str, Outcome]]
+    name: str, facts: Facts
 ) -> None:
-    steps = found[0][name].straight
+    steps = facts.first[name].straight
     trained = {"first.weight", "first.bias", "norm.weight", "norm.bias", "last.weight"}
     assert {name for _, name in steps[1].checksums} == {*trained, "unused"}
     for number in range(1, STEPS + 1):

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.facts import Facts, facts_of
 from tests.support.mini_fork import InstalledFork, point_to
-from tests.support.spawn import run_ranks
-from tests.support.step_records import Steps, differing, read_steps, recorded_steps
+from tests.support.step_records import Steps, assert_resumed, read_steps, recorded_steps
 
 SAVED_AT, ITERATIONS = 2, 4
 BOTH = "--distopt-overlap-grad-reduce yes --distopt-overlap-param-gather --distopt-bucket-size 700"
@@ -23,7 +23,7 @@ TRAININGS = {
 }
 
 
-def _train(rank: int, size: int, folder: Path) -> dict[str, tuple[Steps, Steps]]:
+def collect_facts(rank: int, size: int, folder: Path) -> dict[str, tuple[Steps, Steps]]:
     fork, found = InstalledFork.imported(file_layout="gathered"), {}
     torch.use_deterministic_algorithms(True)
     for name, words in TRAININGS.items():
@@ -43,21 +43,10 @@ def _train(rank: int, size: int, folder: Path) -> dict[str, tuple[Steps, Steps]]
     return found
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Steps, Steps]]:
-    return run_ranks(_train, 2, tmp_path_factory.mktemp("fork"))[0]
+facts = facts_of(collect_facts, 2)
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_run_in_a_fork_when_resumed_then_equal_to_the_bit(
-    name: str, found: dict[str, tuple[Steps, Steps]]
-) -> None:
-    straight, resumed = found[name]
-    assert [*straight] == [*range(ITERATIONS + 1)]
-    assert [*resumed] == [*range(SAVED_AT, ITERATIONS + 1)]
-    assert all(differing(straight[step], each) == [] for step, each in resumed.items())
-    last = straight[ITERATIONS]
-    assert {kind for kind, _ in last.checksums} == {"grad", "main", "exp_avg", "exp_avg_sq"}
-    assert {name for _, name in differing(straight[0], last)} == {
-        name for _, name in last.checksums
-    }
+def test_run_in_a_fork_when_resumed_then_equal_to_the_bit(name: str, facts: Facts) -> None:
+    straight, resumed = facts.first[name]
+    assert_resumed(straight, resumed, SAVED_AT, ITERATIONS)

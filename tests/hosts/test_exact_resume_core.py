@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from tests.hosts.test_megatron_core_checkpoints import OVERLAPPED, Run, _Bench, pytestmark
-from tests.support.spawn import run_ranks
-from tests.support.step_records import Steps, differing, read_steps, recorded_steps
+from tests.support.facts import Facts, facts_of
+from tests.support.step_records import Steps, assert_resumed, read_steps, recorded_steps
 
 __all__ = ["pytestmark"]
 
@@ -28,9 +28,6 @@ TRAININGS = {
 }
 #: Layouts at which the checkpoint of "dp 2" is loaded.
 OTHERS = {"tp 2": FP32.at(tp=2), "pp 2": FP32.at(pp=2)}
-#: By training, what it recorded without and with a restart; and by layout, what a run recorded
-#: that was resumed at that layout.
-Found = tuple[dict[str, tuple[Steps, Steps]], dict[str, Steps]]
 
 
 @contextmanager
@@ -49,8 +46,10 @@ def _resumed(bench: _Bench, run: Run, checkpoint: Path, path: Path) -> Steps:
     return read_steps(path)
 
 
-def _train(rank: int, size: int, folder: Path) -> Found:
-    bench, found = _Bench(rank, str(folder)), {}
+def collect_facts(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """By training, what it recorded without and with a restart; and by layout, what a run recorded
+    that was resumed at that layout."""
+    bench, found = _Bench(rank, str(folder)), dict[str, Any]()
     torch.use_deterministic_algorithms(True)
     for name, run in TRAININGS.items():
         where = folder / name
@@ -65,34 +64,25 @@ def _train(rank: int, size: int, folder: Path) -> Found:
             _resumed(bench, run, where / "checkpoint", where / "resumed"),
         )
     checkpoint = folder / "dp 2" / "checkpoint"
-    others = {
-        name: _resumed(bench, run, checkpoint, folder / "at" / name) for name, run in OTHERS.items()
-    }
-    return found, others
+    for name, run in OTHERS.items():
+        found[f"at {name}"] = _resumed(bench, run, checkpoint, folder / "at" / name)
+    return found
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return run_ranks(_train, 2, tmp_path_factory.mktemp("core"), core=True)[0]
+facts = facts_of(collect_facts, 2, core=True)
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_run_when_resumed_then_equal_to_the_bit(name: str, found: Found) -> None:
-    straight, resumed = found[0][name]
-    assert [*straight] == [*range(STEPS + 1)]
-    assert [*resumed] == [*range(SAVED_AT, STEPS + 1)]
-    assert all(differing(straight[step], each) == [] for step, each in resumed.items())
-    last = straight[STEPS]
-    assert {kind for kind, _ in last.checksums} == {"grad", "main", "exp_avg", "exp_avg_sq"}
-    assert {name for _, name in differing(straight[0], last)} == {
-        name for _, name in last.checksums
-    }
+def test_run_when_resumed_then_equal_to_the_bit(name: str, facts: Facts) -> None:
+    straight, resumed = facts.first[name]
+    assert_resumed(straight, resumed, SAVED_AT, STEPS)
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_run_when_resumed_at_another_layout_then_it_begins_with_the_same_state(
-    name: str, found: Found
+    name: str, facts: Facts
 ) -> None:
-    before = found[0]["dp 2"][0][SAVED_AT].checksums
-    loaded = found[1][name][SAVED_AT].checksums
+    straight, _ = facts.first["dp 2"]
+    before = straight[SAVED_AT].checksums
+    loaded = facts.first[f"at {name}"][SAVED_AT].checksums
     assert loaded == {key: value for key, value in before.items() if key[0] != "grad"}

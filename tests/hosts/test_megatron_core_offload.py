@@ -159,7 +159,7 @@ def _freed(case: Case) -> None:
         training.step()
         before = [StorageWeakRef(storage) for storage in _storages(training.optimizer)]
         _as_roll_does(training.optimizer)
-        # Threads of gloo hold what the last collective used a moment longer.
+        # At once in most runs; what holds the memory of rank 0 longer in some is not known.
         end = time.monotonic() + 10.0
         while not all(storage.expired() for storage in before) and time.monotonic() < end:
             gc.collect()

@@ -20,7 +20,7 @@ from tests.support.node_job import Job
 from tests.support.nodes import WHY_NOT
 from tests.support.protected_megatron import STEP_RECORDS
 from tests.support.protected_training import Plan
-from tests.support.step_records import RecordedStep, differing, read_steps
+from tests.support.step_records import RecordedStep, parted, read_steps
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 
@@ -55,9 +55,7 @@ def _assert_same_steps(job: Job, expected: dict[int, RecordedStep]) -> None:
     found = _recorded(job)
     assert found.keys() == expected.keys() == {*range(STEPS + 1)}
     assert len(expected[STEPS].checksums) > 100
-    assert {
-        step: different for step in found if (different := differing(found[step], expected[step]))
-    } == {}
+    assert parted(found, expected) == {}
 
 
 def test_megatron_when_a_worker_or_a_node_is_lost_then_the_run_is_the_same(

@@ -52,6 +52,24 @@ def differing(one: RecordedStep, other: RecordedStep) -> list[Key]:
     return [key for key in both if one.checksums[key] != other.checksums[key]]
 
 
+def parted(one: Steps, other: Steps) -> dict[int, list[Key]]:
+    """What differs, by the steps that both recorded and in which something does."""
+    both = {number: differing(one[number], other[number]) for number in one.keys() & other}
+    return {number: keys for number, keys in both.items() if keys}
+
+
+def assert_resumed(straight: Steps, resumed: Steps, first: int, last: int) -> None:
+    """A training with Adam that went on after step `first` is the one that was never stopped, to
+    the bit; and in that one all gradients and state have changed by the `last` step."""
+    assert [*straight] == [*range(last + 1)]
+    assert [*resumed] == [*range(first, last + 1)]
+    assert parted(straight, resumed) == {}
+    end = straight[last]
+    assert {kind for kind, _ in end.checksums} == {"grad", "main", "exp_avg", "exp_avg_sq"}
+    changed = {name for _, name in differing(straight[0], end)}
+    assert changed == {name for _, name in end.checksums}
+
+
 @contextmanager
 def recorded_steps(path: Path) -> Iterator[None]:
     """Around the construction of an optimizer, whose steps are recorded in a file from then on. It

@@ -141,9 +141,11 @@ class ShardedModel(HostState):
 
     def find_untrained(self) -> None:
         members = {param for group in self._plan.torch_groups for param in group["params"]}
-        untrained = members - {slot.param for slot in self.grads.slots}
+        without_slot = members - {slot.param for slot in self.grads.slots}
         self.untrained = {
-            name: param for name, param in named_params(self.chunks).items() if param in untrained
+            name: param
+            for name, param in named_params(self.chunks).items()
+            if param in without_slot
         }
         self.grads.guard(self.untrained)
 
